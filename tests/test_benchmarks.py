@@ -6,6 +6,7 @@ import itertools
 import json
 import pathlib
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +146,8 @@ def test_lengths_are_checked_before_anything_runs(capsys, length):
     assert f"got {length}" in capsys.readouterr().err
 
 
-def test_too_short_for_coherent_or_trained_is_refused(capsys):
+def test_too_short_for_coherent_or_trained_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(gate, "check_small", lambda *_: gate.Verdict(0.5, "out"))
     command = ["--lengths", "300:fwd", "--operations", "selected_attention", "--distributions"]
 
     attention.main([*command, "coherent", "trained", *SIZES], SMALL)
@@ -577,17 +579,23 @@ def test_decode_writes_rows_and_csv(monkeypatch, tmp_path, capsys):
     assert [int(x) for x in line.split(",")[5:]] == totals
 
 
-def test_a_branch_alone_leaves_the_others_empty(monkeypatch, tmp_path, capsys):
-    csv_path = tmp_path / "decode.csv"
+@pytest.fixture
+def not_timed(monkeypatch):
+    """Every program is green, and takes 2 ms without being compiled."""
+    taken = timing.Timing((2.0,)), timing.Compiled(None, (), 0.0, 0, 0)
     monkeypatch.setattr(decode, "check", lambda *_: gate.Verdict(0.5, "out"))
+    monkeypatch.setattr(decode, "measure", lambda found, *_: dict.fromkeys(found, taken))
+
+
+@pytest.mark.usefixtures("not_timed")
+def test_a_branch_alone_leaves_the_others_empty(tmp_path, capsys):
+    csv_path = tmp_path / "decode.csv"
 
     decode.main(["--lengths", "90", *DECODE_SIZES, "--branch", "win", "--csv", str(csv_path)], SMALL)
 
     _, summary = last_line(capsys)
     assert summary["rows"] == 3
-    total, cmp, sel, win = csv_path.read_text().splitlines()[1].split(",")[1:5]
-    assert (total, cmp, sel) == ("", "", "")
-    assert float(win) > 0
+    assert csv_path.read_text().splitlines()[1].split(",")[1:5] == ["", "", "", "2.0"]
 
 
 def test_decode_reports_no_speed_on_a_red_gate(monkeypatch, capsys):
@@ -633,9 +641,10 @@ def same(x, y) -> bool:
 
 def test_a_loop_takes_the_steps_that_the_host_would():
     setting = setting_of(batch=2, new_tokens=3)
-    loop = decode_loops.Decoding(decode_steps.nsa(setting), setting, 2)
+    step = decode_steps.dense(setting, "xla")
+    loop = decode_loops.Decoding(step, setting, 2)
     # Two steps a call: XLA makes no loop of one, and then rounds otherwise in the last bit.
-    pairs = decode_loops.Decoding(decode_steps.nsa(setting), setting, 2, num_steps=2)
+    pairs = decode_loops.Decoding(step, setting, 2, num_steps=2)
 
     in_loop = loop.run()
     from_host = [pairs.run() for _ in range(decode_steps.NUM_STEPS // 2)][-1]
@@ -713,9 +722,9 @@ def test_decoding_starts_again_before_the_cache_overflows():
     assert seen == [*range(90, 90 + decode_steps.NUM_STEPS), 90, 91]
 
 
-def test_a_step_of_an_indexer_has_its_bytes_and_its_bound(monkeypatch, tmp_path, capsys):
+@pytest.mark.usefixtures("not_timed")
+def test_a_step_of_an_indexer_has_its_bytes_and_its_bound(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(decode, "check", lambda *_: gate.Verdict(0.5, "out"))
     command = ["--lengths", "90", *DECODE_SIZES, "--batch", "2", "--selector", "indexer"]
 
     status = decode.main([*command, "--output", str(path)], SMALL)
@@ -758,12 +767,15 @@ def test_decode_gate_sees_a_wrong_choice_and_wrong_attention_of_an_indexer(monke
 
 
 @pytest.mark.slow
-def test_decode_gate_sees_a_wrong_compression(monkeypatch):
+def test_decode_gate_sees_a_wrong_compression_and_rounds_as_a_quantised_cache_does(monkeypatch):
+    """In float32, where rounding to 8 bits is a thousand times the budget."""
+
     def without_last(key_windows, value_windows, _):
         return key_windows[:, :, :-1].mean(axis=2), value_windows[:, :, :-1].mean(axis=2)
 
     def judge():
-        return decode_gate.check("native_sparse_attention", "xla", setting_of(new_tokens=3))
+        setting = dataclasses.replace(setting_of(new_tokens=3), cache_dtype="int8")
+        return decode_gate.check("native_sparse_attention", "xla", setting)
 
     assert 0 < judge().share <= 1
 
@@ -771,13 +783,6 @@ def test_decode_gate_sees_a_wrong_compression(monkeypatch):
     monkeypatch.setattr(decode_steps, "compression", lambda *_: wrong)
 
     assert not judge().green
-
-
-def test_decode_gate_rounds_as_a_quantised_cache_does():
-    """In float32, where rounding to 8 bits is a thousand times the budget."""
-    setting = dataclasses.replace(setting_of(new_tokens=3), cache_dtype="int8")
-
-    assert 0 < decode_gate.check("native_sparse_attention", "xla", setting).share <= 1
 
 
 @pytest.mark.parametrize("operation", ["dense_attention", "dense_layer"])
@@ -828,33 +833,32 @@ def test_summary_prints_shares_and_draws(tmp_path, capsys):
     assert picture.stat().st_size > 10_000
 
 
-def test_an_indexer_takes_turns_with_dense_attention(tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
+def test_a_wrong_selection_by_an_indexer_has_no_speed(monkeypatch, tmp_path, capsys):
+    """What attends to the blocks is right, and takes turns with dense attention."""
+    path, right = tmp_path / "rows.jsonl", operations.select_by_index
+    monkeypatch.setattr(operations, "select_by_index", lambda *x, **more: right(-x[0], *x[1:], **more))
     command = ["--lengths", "300", "--heads", "2", "--key-dim", "8", "--budget-s", "0.01"]
 
     status = indexer.main([*command, "--distributions", "random", "--output", str(path)], SMALL)
 
     printed, summary = last_line(capsys)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert status == 0
+    assert status == 1
+    assert summary["red"] == ["select_by_index fwd random T=300"]
     assert {(row["operation"], row["mode"]) for row in rows} == {
-        *(("select_by_index", "fwd"), ("select_blocks", "fwd")),
+        ("select_blocks", "fwd"),
         *((name, mode) for name in ("indexed_attention", "dense_attention") for mode in ("fwd", "bwd")),
     }
-    assert printed.count(": green: error") == 3
+    assert printed.count(": green: error") == 2
     assert list(summary["dense_over_this"]) == ["random 300 fwd", "random 300 bwd"]
 
 
-def test_a_wrong_selection_by_an_indexer_has_no_speed(monkeypatch, capsys):
-    right = operations.select_by_index
-    monkeypatch.setattr(operations, "select_by_index", lambda *x, **more: right(-x[0], *x[1:], **more))
-    command = ["--lengths", "300", "--heads", "2", "--key-dim", "8", "--budget-s", "0.01"]  # as above
+def test_a_right_selection_by_an_indexer_is_green():
+    shape = Shape(length=300, query_heads=2, key_dim=8, value_dim=8, config=SMALL)  # as above
 
-    status = indexer.main([*command, "--distributions", "random"], SMALL)
+    draw, keys = indexer.draw_index(shape, "random", "xla")
 
-    _, summary = last_line(capsys)
-    assert status == 1
-    assert summary["red"] == ["select_by_index fwd random T=300"]
+    assert indexer.judge_blocks(draw.block_indices, draw, keys, shape).green
 
 
 @pytest.mark.parametrize("reduce", ["sum", "max"])
@@ -979,7 +983,7 @@ def test_generate_writes_what_a_token_takes_beside_its_parts(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
 
     many = ("--new-tokens", "257")  # so many that they take more than the noise of the first one
-    status = generate.main([*GENERATE, *many, "--attention", "nsa", "--output", str(path)], SMALL)
+    status = generate.main([*GENERATE, *many, "--attention", "dense", "--output", str(path)], SMALL)
 
     printed, summary = last_line(capsys)
     (row,) = records.read(path)
@@ -987,31 +991,56 @@ def test_generate_writes_what_a_token_takes_beside_its_parts(tmp_path, capsys):
     assert row.tokens_per_s == pytest.approx(2 / row.token_ms * 1e3)
     figures = row.first_token_ms, row.streamed_ms, row.products_ms, row.attention_ms, row.sampling_ms
     assert min(figures) > 0
-    # 16 blocks of 8 tokens every 4, 4 blocks of 16 tokens and a window of 24: keys and values of dim 16.
-    assert row.attention_bytes == 2 * (16 + 64 + 24) * 2 * 16 * 4
+    assert row.attention_bytes == 2 * 70 * 2 * 16 * 4  # keys and values of dim 16
     assert row.sampling_bytes == 2 * 11 * 4
     config = TransformerConfig(**(row.model | {"nsa": SMALL}))
     model = abstract(Transformer, config)
     assert row.parameters == sum(x.size for x in named(nnx.split(model)[1]).values())
     joined = nnx.eval_shape(lambda: prepare(Transformer(config, rngs=nnx.Rngs(0))))
-    sizes = {name: x.size for name, x in named(nnx.split(joined)[1]).items()}
-    assert row.products_bytes == 4 * sum(n for name, n in sizes.items() if "compressor" not in name)
+    assert row.products_bytes == 4 * sum(x.size for x in named(nnx.split(joined)[1]).values())
     assert f"over_parts {row.over_parts:.5g}  products_ms {row.products_ms:.5g}" in printed
-    assert "| 70 | nsa | " in tables.markdown([row])
+    assert "| 70 | dense | " in tables.markdown([row])
 
 
-def test_batcher_compares_requests_with_equal_rows(tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
+def test_a_token_of_nsa_reads_no_compressor_and_few_keys(monkeypatch):
+    """What the parts run is traced alone."""
+    sizes = dict(vocab_size=11, num_layers=1, model_dim=32, num_heads=2, num_kv_heads=1)
+    model = randomised(abstract(Transformer, TransformerConfig(**sizes, nsa=SMALL)))
+    traced = []
+
+    def trace(run, arguments, **_):
+        traced.append(jax.eval_shape(run, *arguments))
+        return types.SimpleNamespace(run=None)
+
+    monkeypatch.setattr(timing, "compile_for", trace)
+    read = {name: make(model, 2, 70).bytes for name, make in token_parts.PARTS.items()}
+
+    assert len(traced) == 3
+    # 16 blocks of 8 tokens every 4, 4 blocks of 16 tokens and a window of 24: keys and values of dim 16.
+    assert read["attention"] == 2 * (16 + 64 + 24) * 2 * 16 * 4
+    joined = {name: x.size for name, x in named(nnx.split(prepare(model))[1]).items()}
+    assert read["products"] == 4 * sum(n for name, n in joined.items() if "compressor" not in name)
+
+
+def test_batcher_compares_requests_with_equal_rows(monkeypatch, tmp_path, capsys):
+    path, written = tmp_path / "rows.jsonl", set()
+
+    def write(model, prompts, *, max_new_tokens, max_length, chunk_size):
+        assert prompts.shape[1] + max_new_tokens <= max_length
+        written.add((len(prompts), max_new_tokens, chunk_size))
+
+    monkeypatch.setattr(batcher, "generate", write)
     sizes = [*GENERATE[6:], "--dtype", "float32", "--lengths", "70", "--shortest", "60", "--layers", "1"]
 
     counts = ["--requests", "4", "--slots", "2", "--new-tokens", "3", "--chunk-size", "2"]
-    status = batcher.main([*sizes, *counts, "--output", str(path)], SMALL)
+    status = batcher.main([*sizes, *counts, "--attention", "dense", "--output", str(path)], SMALL)
 
     _, summary = last_line(capsys)
     requests, rows = records.read(path)
     assert (status, summary["rows"]) == (0, 2)
     assert requests.strategy == "4 requests of 60 to 70 tokens, at most 8192 at a time"
     assert rows.strategy.startswith("2 times 2 rows of 6")
+    assert written == {(2, 3, 2), (1, 1, 2)}
     assert summary["share_of_generate"] == [round(rows.median_ms / requests.median_ms, 3)]
     for row in (requests, rows):
         assert row.tokens_per_s == pytest.approx(4 * 3 / row.median_ms * 1e3)
@@ -1105,6 +1134,8 @@ def test_gate_of_a_layer_sees_a_short_window(monkeypatch, tmp_path, capsys):
         return whole(*arrays, config=dataclasses.replace(config, window_size=23), **options)
 
     monkeypatch.setattr(nn_attention.attention, "native_sparse_attention", short)
+    check, green = gate.check_small, gate.Verdict(0.5, "out")  # dense attention has no window
+    monkeypatch.setattr(gate, "check_small", lambda *of: check(*of) if of[0] == "layer" else green)
 
     status = attention.main(["--lengths", "300:fwd", *LAYER, "--output", str(path)], SMALL)
 
@@ -1115,23 +1146,32 @@ def test_gate_of_a_layer_sees_a_short_window(monkeypatch, tmp_path, capsys):
     assert [row.operation for row in records.read(path)] == ["dense_layer"]
 
 
-def judged_in_the_timed_batch(mode: str) -> gate.Verdict:
-    """The verdict on a layer's gradients in a batch of two rows; its definition is compiled once for all."""
-    sizes = dict(query_heads=2, key_dim=8, value_dim=8)
-    shape = Shape(batch=2, length=300, model_dim=24, config=SMALL, **sizes)
+@pytest.mark.slow
+def test_gate_of_a_layer_sees_a_missing_gradient_in_the_timed_batch(monkeypatch):
+    """Of the gates: which a pullback forgets, and which the layer's own operation stops."""
+    sizes = dict(query_heads=2, key_dim=8, value_dim=8, model_dim=24)
+    shape = Shape(batch=2, length=300, config=SMALL, **sizes)
     draw, operands = layers.draw("layer", "xla", shape), layers.arguments("layer", shape)
-    program = programs.compile_mode(layers.function("layer", "xla", shape), mode, operands)
-    return gate.check_program("layer", mode, program, gate.sample_positions(300, "layer"), draw, shape)
 
+    def compiled(mode):
+        return programs.compile_mode(layers.function("layer", "xla", shape), mode, operands)
 
-@pytest.mark.slow
-def test_gate_of_a_layer_is_green_with_every_gradient():
-    assert 0 < judged_in_the_timed_batch("bwd").share <= 1
+    def judge(mode, program):
+        return gate.check_program("layer", mode, program, gate.sample_positions(300, "layer"), draw, shape)
 
+    pullback = compiled("bwd")
+    assert 0 < judge("bwd", pullback).share <= 1
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["bwd", "fwd_bwd"])
-def test_gate_of_a_layer_sees_a_missing_gradient_in_the_timed_batch(monkeypatch, mode):
+    names = "x", *layers.parameters("layer", shape)
+
+    def forgetful(taken, cotangents):
+        gradients = zip(names, pullback.call(taken, cotangents), strict=True)
+        return [jnp.zeros_like(x) if "gate." in name else x for name, x in gradients]
+
+    verdict = judge("bwd", dataclasses.replace(pullback, call=forgetful))
+    assert not verdict.green
+    assert "gate." in verdict.where
+
     whole = operations.native_sparse_attention
 
     def without(*arrays, **options):
@@ -1141,8 +1181,7 @@ def test_gate_of_a_layer_sees_a_missing_gradient_in_the_timed_batch(monkeypatch,
 
     monkeypatch.setattr(nn_attention.attention, "native_sparse_attention", without)
 
-    verdict = judged_in_the_timed_batch(mode)
-
+    verdict = judge("fwd_bwd", compiled("fwd_bwd"))
     assert not verdict.green
     assert "gate." in verdict.where
 
