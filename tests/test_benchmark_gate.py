@@ -238,9 +238,7 @@ def test_selection_gate_sees_a_better_block_left_out():
 def test_gradients_of_a_layers_keys_are_added_up_in_float64(monkeypatch, operation, attended):
     sizes = dict(length=64, query_heads=2, kv_heads=1, key_dim=8, value_dim=8, model_dim=16)
     shape = Shape(**sizes, dtype="bfloat16", config=SMALL)
-    x = dict(
-        zip(("x", *layers.parameters(operation, shape)), layers.arguments(operation, shape), strict=True)
-    )
+    x = layers.parameters(operation, shape) | {"x": jax.ShapeDtypeStruct((1, 64, 16), jnp.bfloat16)}
     attend, dtypes = definitions._attend, []
 
     def noted(name, query, key, value, *others):
@@ -248,10 +246,9 @@ def test_gradients_of_a_layers_keys_are_added_up_in_float64(monkeypatch, operati
         return attend(name, query, key, value, *others)
 
     monkeypatch.setattr(definitions, "_attend", noted)
+    run = functools.partial(definitions.results.__wrapped__, operation=operation, shape=shape)
     with jax.enable_x64(True):
-        definitions.results.__wrapped__(
-            x, np.arange(4), np.zeros((1, 4, 1, 4), np.int32), 0.0, operation=operation, shape=shape
-        )
+        jax.eval_shape(run, x, np.arange(4), np.zeros((1, 4, 1, 4), np.int32), 0.0)
 
     assert dtypes == [["bfloat16", "float64", "float64"]] * attended
 
@@ -285,22 +282,25 @@ def test_stretches_cover_all_tokens_and_are_short_at_both_ends(length):
 def test_the_definition_takes_no_more_queries_at_a_time_than_their_logits_have_room(monkeypatch):
     rows = np.random.default_rng(0).normal(size=(3, 1, 20, 2, 8))
     x = dict(zip(("query", "key_win", "value_win"), rows, strict=True))
-    shape = Shape(length=20, config=SMALL)
-    run = definitions.results.__wrapped__  # without the programs that jit keeps
+    settings = dict(operation="window_attention", shape=Shape(length=20, config=SMALL))
     taken, in_groups = [], jax.lax.map
 
     def spy(function, arrays, batch_size):
         taken.append(batch_size)
         return in_groups(function, arrays, batch_size=batch_size)
 
+    def out():
+        run = functools.partial(definitions.results.__wrapped__, **settings)  # without what its jit keeps
+        return jax.jit(run)(x, jnp.arange(20), None)["out"]
+
     monkeypatch.setattr(jax.lax, "map", spy)
-    whole = run(x, jnp.arange(20), None, operation="window_attention", shape=shape)
+    whole = out()
     monkeypatch.setattr(definitions, "MOST_LOGITS", 5 * 2 * 20)
 
-    few = run(x, jnp.arange(20), None, operation="window_attention", shape=shape)
+    few = out()
 
     assert taken == [0, 5]  # all of them, then five
-    np.testing.assert_allclose(few["out"], whole["out"], rtol=1e-5)
+    np.testing.assert_allclose(few, whole, rtol=1e-5)
 
 
 @pytest.mark.parametrize("operation", ["selected_attention", "window_attention"])
@@ -322,12 +322,12 @@ def test_the_definition_takes_from_a_long_row_what_each_query_sees(monkeypatch, 
             )
             return found, pull_back(jax.tree.map(jnp.cos, found))[0]
 
-        whole = both(x)
+        whole = jax.jit(both)(x)
         monkeypatch.setattr(definitions, "LONGEST_WHOLE", 0)
-        text = str(jax.make_jaxpr(both)(x))
-        taken = both(x)
+        traced = jax.jit(lambda x: both(x)).trace(x)
+        taken = traced.lower().compile()(x)
 
-    assert "gather" in text
+    assert "gather" in str(traced.jaxpr)
     for found, expected in zip(jax.tree.leaves(taken), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-13)
 
@@ -342,8 +342,12 @@ def test_large_gradients_are_computed_branch_by_branch_and_judged_where_they_are
         np.zeros(size, "float32"),
     )
     cotangent[:, positions] = rng.normal(size=(1, len(positions), 2, 8))
-    _, pull_back = jax.vjp(lambda *x: RIGHT(*x, config=SMALL)[0], *x.values())
-    right = dict(zip(names, map(np.asarray, pull_back(jnp.asarray(cotangent))), strict=True))
+
+    @jax.jit
+    def gradients(cotangent, *x):
+        return jax.vjp(lambda *x: RIGHT(*x, config=SMALL)[0], *x)[1](cotangent)
+
+    right = dict(zip(names, map(np.asarray, gradients(cotangent, *x.values())), strict=True))
     right["query"], x["query"] = right["query"][:, positions], x["query"][:, positions]
     computed, compute = [], gate.gradients_in_both
 
