@@ -66,9 +66,11 @@ def new_parameters_are_drawn_once():
     draw, drawn = conversion._initial, {}
 
     def initial(config, options, rngs, names):
-        if (config, *names) not in drawn:
-            drawn[config, *names] = jax.tree.map(np.array, draw(config, options, rngs, names))
-        return jax.tree.map(jnp.array, drawn[config, *names])
+        wanted = parameters(abstract(Transformer, config, **options))
+        shapes = tuple((name, wanted[name].shape) for name in names)
+        if shapes not in drawn:
+            drawn[shapes] = jax.tree.map(np.array, draw(config, options, rngs, names))
+        return jax.tree.map(jnp.array, drawn[shapes])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversion, "_initial", initial)
@@ -224,31 +226,26 @@ def test_the_dense_model_teaches_in_bfloat16(source, files, tmp_path, monkeypatc
     """The default dtype, in which a run with `--logit-weight` ended as *sparse* began."""
     monkeypatch.setattr(command.Measurements, "measure", lambda *_: None)
     monkeypatch.setattr(command, "write_report", lambda *_: None)
-    right, output, batches = training._update, tmp_path / "run", []
+    right, told = training._update, {}
+
+    @functools.partial(jax.jit, static_argnames=("graph", "stage", "settings", "of_dense"))
+    def losses(graph, stage, settings, learning, fixed, moments, tokens, segment_ids, of_dense, dense):
+        model, teacher = training._whole(graph, learning, fixed), nnx.merge(of_dense, dense)
+        return training._losses(model, stage, settings, tokens, segment_ids, teacher)[1]
 
     def update(graph, stage, settings, learning, fixed, moments, *rest):
-        batches.append(rest[:2])
-        return right(graph, stage, settings, learning, fixed, moments, *rest)
+        right.trace(graph, stage, settings, learning, fixed, moments, *rest)  # where the run ended
+        return learning, moments, losses(graph, stage, settings, learning, fixed, moments, *rest)
 
     monkeypatch.setattr(training, "_update", update)
-    taught = {"distil-steps": 0, "sparse-steps": 1, "logit-weight": 0.5, "dtype": "bfloat16"}
+    taught = SHORT | {"distil-steps": 0, "sparse-steps": 1, "logit-weight": 0.5}
+    for dtype in ("bfloat16", "float32"):
+        assert run(source, files, tmp_path / dtype, taught | dict(dtype=dtype)) == 0
+        (told[dtype],) = rows(tmp_path / dtype, "sparse")
 
-    assert run(source, files, output, SHORT | taught) == 0
-
-    (told,), (batch,) = rows(output, "sparse"), batches
-    settings = dataclasses.replace(settings_of(output), dtype="float32")
-    (stage,), (dense, *_) = training.stages(settings), command._load(settings)
-    graph, state = nnx.split((command._convert(dense, settings), dense))
-
-    @jax.jit
-    def exact(state, *batch):
-        model, teacher = nnx.merge(graph, state)
-        return training._losses(model, stage, settings, *batch, teacher)[1]
-
-    expected = exact(state, *batch)
-    assert expected["divergence"] > 0
+    assert told["float32"]["divergence"] > 0
     for name in ("loss", "divergence"):
-        assert told[name] == pytest.approx(float(expected[name]), rel=0.1)
+        assert told["bfloat16"][name] == pytest.approx(told["float32"][name], rel=0.1)
 
 
 @pytest.mark.slow
@@ -554,8 +551,7 @@ def test_what_needs_less_memory_goes_on_where_there_was_none(source, files, tmp_
     def update(graph, stage, settings, learning, fixed, moments, *rest):
         if settings.remat != "layer" and (tmp_path / "run" / "checkpoints").exists():
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-        # Traced alone: to run it would compile it twice.
-        jax.eval_shape(functools.partial(right, graph, stage, settings), learning, fixed, moments, *rest)
+        right.trace(graph, stage, settings, learning, fixed, moments, *rest)  # to run it would compile it
         return learning, moments, {"selection": np.float32(1)}
 
     def run_layers(*arguments, remat, scan):
@@ -738,7 +734,9 @@ def test_a_row_of_variants_says_what_the_page_says():
 def test_variants_are_runs_of_their_own_and_add_their_rows_once(source, files, tmp_path, monkeypatch, capsys):
     ms = dict(token_ms=None, first_token_ms=1.0, samples=1)
     decoding = dict(rows=1, length=64, new_tokens=1, dense=ms, nsa=ms)
+    shares = dict(best_free=[[0.5]], mass=[[0.5]], chance=[[0.5]])
     monkeypatch.setattr(command.Measurements, "_decoding", lambda *_: decoding)
+    monkeypatch.setattr(command.Measurements, "_recall", lambda *_: dict(layers=[1], **shares))
     of = {"fewer": ["--n=3"], "windows": ["--attention", "window", "nsa"]}
     monkeypatch.setattr(adopt_variants, "VARIANTS", of)
     results, tokenise, tokenised = tmp_path / "rows.jsonl", text._tokenise, []

@@ -3,11 +3,11 @@
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import random
 import shutil
-import subprocess
-import sys
+import signal
 
 import jax
 import numpy as np
@@ -351,66 +351,40 @@ def test_resumed_run_equals_the_whole_run_bit_for_bit(finished, data, tmp_path):
     assert (parts.path / "sample.txt").read_bytes() == (finished.path / "sample.txt").read_bytes()
 
 
-INTERRUPTED = """
-import os, signal, sys
-import tests.fewer_collections
-from examples.train_lm import __main__ as command, training
+def interrupt(monkeypatch, step: int, times: int) -> None:
+    """Sends SIGINT, so often, while this step is under way; 0 is before the first one."""
+    right = training._compile_update
 
-right = training._compile_update
+    def compiled(settings, mesh):
+        graph, update = right(settings, mesh)
+        begun = 0
 
-# A process that is started in the background may have been told to ignore it.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+        def interrupted(*arguments):
+            nonlocal begun
+            begun += 1
+            for _ in range(times if begun == step else 0):
+                os.kill(os.getpid(), signal.SIGINT)
+            return update(*arguments)
 
-
-def compiled(settings, mesh):
-    graph, update = right(settings, mesh)
-    step, times = runs[-1]
-    done = 0
-
-    def interrupted(*arguments):
-        nonlocal done
-        done += 1
-        for _ in range(times if done == step else 0):
+        if step == 0:
             os.kill(os.getpid(), signal.SIGINT)
-        return update(*arguments)
+        return graph, interrupted
 
-    if step == 0:
-        os.kill(os.getpid(), signal.SIGINT)
-    return graph, interrupted
-
-training._compile_update = compiled
-runs = []
-for folder, *run in {runs}:
-    runs.append(run)
-    print("code", command.main([*sys.argv[1:], "--output", folder]))
-    print("end of a run", file=sys.stderr)
-"""
-
-
-@pytest.fixture(scope="module")
-def interrupted(data, tmp_path_factory) -> dict[tuple[int, int], tuple[RunFolder, list[str]]]:
-    """Runs that got SIGINT: folder and stderr by the step under way, 0 before the first one, and how often.
-
-    One process: most of the time would go into starting it.
-    """
-    folders = {
-        run: RunFolder(tmp_path_factory.mktemp("interrupted") / "run") for run in ((2, 1), (0, 1), (2, 2))
-    }
-    program = INTERRUPTED.format(runs=[(str(folder.path), *run) for run, folder in folders.items()])
-    command_line = [sys.executable, "-c", program, *TINY, "--data", str(data)]
-    done = subprocess.run(command_line, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if line.startswith("code ")] == ["code 130"] * 3
-    assert "Traceback" not in done.stderr
-    told = [part.splitlines() for part in done.stderr.split("end of a run\n")]
-    return {run: (folder, lines) for (run, folder), lines in zip(folders.items(), told[:3], strict=True)}
+    monkeypatch.setattr(training, "_compile_update", compiled)
 
 
 @pytest.mark.slow
-def test_interrupt_saves_the_step_under_way_and_resume_gives_the_same_bits(finished, data, interrupted):
-    folder, told = interrupted[2, 1]
+@pytest.mark.usefixtures("ctrl_c")
+def test_interrupt_saves_the_step_under_way_and_resume_gives_the_same_bits(
+    finished, data, tmp_path, monkeypatch, capsys
+):
+    folder = RunFolder(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        interrupt(patch, 2, 1)
+        assert run("--data", data, "--output", folder.path) == 130
 
-    assert told[-1] == ("examples.train_lm: interrupted; step 2 is saved; --resume goes on from there")
+    told = capsys.readouterr().err.splitlines()
+    assert told[-1] == "examples.train_lm: interrupted; step 2 is saved; --resume goes on from there"
     assert state(folder)[-1] == 2
     assert run("--data", data, "--output", folder.path, "--resume") == 0
     for mine, theirs in zip(state(folder), state(finished), strict=True):
@@ -419,11 +393,15 @@ def test_interrupt_saves_the_step_under_way_and_resume_gives_the_same_bits(finis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", [(0, 1), (2, 2)], ids=["before the first step", "twice"])
-def test_interrupt_that_saves_nothing_says_so(interrupted, when):
-    folder, told = interrupted[when]
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize(("step", "times"), [(0, 1), (2, 2)], ids=["before the first step", "twice"])
+def test_interrupt_that_saves_nothing_says_so(data, tmp_path, monkeypatch, capsys, step, times):
+    folder = RunFolder(tmp_path / "run")
+    interrupt(monkeypatch, step, times)
 
-    assert told[-1] == (
+    assert run("--data", data, "--output", folder.path) == 130
+
+    assert capsys.readouterr().err.splitlines()[-1] == (
         "examples.train_lm: interrupted; no step was saved yet; --resume starts from the first step"
     )
     assert not folder.checkpoint.exists()
