@@ -8,8 +8,10 @@ import pathlib
 import random
 import shutil
 import signal
+import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -32,6 +34,23 @@ from nsa_jax.nn import Selection
 STEPS = 6
 TINY = f"--steps {STEPS} --batch 2 --length 32 --layers 1 --width 8 --heads 2 --warmup 2".split()
 SETTINGS = Settings(steps=STEPS, batch=2, length=32, layers=1, width=8, heads=2, warmup=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def new_models_are_drawn_once():
+    """Runs begin with the same parameters, and the program that draws them is compiled for each."""
+    draw, drawn = Settings.new_model, {}
+
+    def new_model(settings, mesh):
+        if settings not in drawn:
+            graph, state = nnx.split(draw(settings, mesh))
+            drawn[settings] = graph, jax.tree.map(np.array, state)
+        graph, state = drawn[settings]
+        return nnx.merge(graph, jax.tree.map(jnp.array, state))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Settings, "new_model", new_model)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -476,16 +495,19 @@ def test_checkpoint_of_another_configuration_is_refused(finished, data, tmp_path
 
 
 @pytest.mark.slow
-def test_finished_run_continues_another_prompt_and_keeps_its_record(finished, data, tmp_path):
-    folder = RunFolder(tmp_path / "again")
+def test_finished_run_continues_another_prompt_and_keeps_its_record(finished, data, tmp_path, monkeypatch):
+    folder, prompt = RunFolder(tmp_path / "again"), "naïve and sparse"
     shutil.copytree(finished.path, folder.path)
 
-    # As long as the prompt of the whole run, so that nothing is compiled again.
-    prompt = "naïve and sparse a dense"[:23]
+    def generate(model, tokens, *, max_new_tokens, **_):
+        assert tokens.tolist() == [[*prompt.encode()]]
+        return types.SimpleNamespace(tokens=np.full((1, max_new_tokens), ord("b")))
+
+    monkeypatch.setattr(sampling, "generate", generate)
     assert run("--data", data, "--output", folder.path, "--resume", "--prompt", prompt) == 0
 
     assert folder.result.read_bytes() == finished.result.read_bytes()
-    assert (folder.path / "sample.txt").read_text().startswith(f"{prompt}\n{sampling.MARK}\n")
+    assert (folder.path / "sample.txt").read_text() == f"{prompt}\n{sampling.MARK}\n{'b' * 15}\n"
 
 
 @pytest.mark.slow
