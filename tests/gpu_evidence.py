@@ -100,14 +100,14 @@ def room_hashes(root: pathlib.Path = ROOT) -> dict[str, str]:
     return {room: hash_of(root, files, sources) for room, files in room_files(root, sources).items()}
 
 
-def read_sources(root: pathlib.Path) -> dict[pathlib.Path, _Source]:
-    """All Python files that a test could import, but for this program."""
+def read_sources(root: pathlib.Path) -> dict[pathlib.Path, str]:
+    """The text of all Python files that a test could import, but for this program."""
     folders = ("nsa_jax", "nsa_torch_ref", "parity", "benchmarks", "tests")
     files = (file for folder in folders for file in root.glob(f"{folder}/**/*.py"))
-    return {file: _read(file.read_text()) for file in files if file.name != pathlib.Path(__file__).name}
+    return {file: file.read_text() for file in files if file.name != pathlib.Path(__file__).name}
 
 
-def room_files(root: pathlib.Path, sources: Mapping[pathlib.Path, _Source]) -> dict[str, set[pathlib.Path]]:
+def room_files(root: pathlib.Path, sources: Mapping[pathlib.Path, str]) -> dict[str, set[pathlib.Path]]:
     """The files of each room."""
     rooms = {
         room: {file for pattern in patterns for file in root.glob(pattern)}
@@ -115,33 +115,35 @@ def room_files(root: pathlib.Path, sources: Mapping[pathlib.Path, _Source]) -> d
     }
     kernels = {file for files in rooms.values() for file in files}
     for file in sorted(root.glob("tests/test_gpu_*.py")):
-        if re.search(r"^pytestmark = pytest\.mark\.gpu$", sources[file].code, re.MULTILINE):
+        if re.search(r"^pytestmark = pytest\.mark\.gpu$", _read(sources[file]).code, re.MULTILINE):
             rooms[file.relative_to(root).as_posix()] = _imported(root, file, sources) - kernels
     return rooms
 
 
 def _imported(
-    root: pathlib.Path, test_file: pathlib.Path, sources: Mapping[pathlib.Path, _Source]
+    root: pathlib.Path, test_file: pathlib.Path, sources: Mapping[pathlib.Path, str]
 ) -> set[pathlib.Path]:
     """A test file, conftest.py and all that they import, directly or not, but for this program."""
     found: set[pathlib.Path] = set()
     ahead = {test_file, root / "tests" / "conftest.py"} & sources.keys()
     while ahead:
         found |= ahead
-        names = {name for file in ahead for name in sources[file].imports}
+        names = {name for file in ahead for name in _read(sources[file]).imports}
         ahead = {file for name in names for file in _modules(root, name)} & sources.keys() - found
     return found
 
 
-def _modules(root: pathlib.Path, name: str) -> Iterator[pathlib.Path]:
+@functools.cache
+def _modules(root: pathlib.Path, name: str) -> frozenset[pathlib.Path]:
     """The files that the import of a dotted name may run: its packages and itself."""
     parts = name.split(".")
-    for folder in (root, root / "tests"):
-        for i in range(1, len(parts) + 1):
-            path = folder.joinpath(*parts[:i])
-            yield from (path / "__init__.py", path.with_name(f"{path.name}.py"))
+    paths = [
+        folder.joinpath(*parts[:i]) for folder in (root, root / "tests") for i in range(1, len(parts) + 1)
+    ]
+    return frozenset(x for path in paths for x in (path / "__init__.py", path.with_name(f"{path.name}.py")))
 
 
+@functools.cache
 def _read(text: str) -> _Source:
     tree = ast.parse(text)
     imports = frozenset(_imports(tree))
@@ -174,14 +176,13 @@ def _imports(tree: ast.Module) -> Iterator[str]:
             yield str(node.value)
 
 
-def hash_of(
-    root: pathlib.Path, files: Iterable[pathlib.Path], sources: Mapping[pathlib.Path, _Source]
-) -> str:
+def hash_of(root: pathlib.Path, files: Iterable[pathlib.Path], sources: Mapping[pathlib.Path, str]) -> str:
     """The hash of a room."""
     total = hashlib.sha256()
     for file in sorted(files):
-        if sources[file].code != "pass":  # a file of documentation only
-            total.update(f"{file.relative_to(root).as_posix()}\n{sources[file].code}\n".encode())
+        code = _read(sources[file]).code
+        if code != "pass":  # a file of documentation only
+            total.update(f"{file.relative_to(root).as_posix()}\n{code}\n".encode())
     return total.hexdigest()
 
 
