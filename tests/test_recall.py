@@ -136,9 +136,26 @@ def test_without_closes_one_gate_of_all_layers(branch):
     assert all((layer > 0).all() for layer in gates(model))
 
 
+def test_training_lowers_the_loss():
+    """Also where no answer is in sight: that it is a value can be learned."""
+    model = dataclasses.replace(MODEL, attention="window", num_layers=1)
+    schedule, losses = training.Schedule(steps=40, batch=4, warmup=1, learning_rate=1e-2, stop_at=None), []
+
+    training.train(model, SMALL, schedule, 0, lambda step, loss, accuracy: losses.append(loss))
+
+    assert np.mean(losses[-10:]) < np.mean(losses[:10]) - 0.1
+
+
 def test_command_gives_the_window_as_many_steps_and_writes_what_it_prints(tmp_path, capsys, monkeypatch):
     drawn = inspection.Sharing(selection="drawn", num_selected_blocks=2, adjacent_share=0.5, mean_union_4=3.0)
     monkeypatch.setattr(inspection, "drawn_sharing", lambda *_: [drawn])  # it takes seconds at its lengths
+    right = training._update
+
+    def update(graph, state, moments, batch, schedule):
+        right.trace(graph, state, moments, batch, schedule)  # to run it would compile it
+        return state, moments, 1.0, 0.5
+
+    monkeypatch.setattr(training, "_update", update)
     path = tmp_path / "new" / "rows.jsonl"
 
     assert recall.main([*TINY_RUN, "--num-layers=1", "--results", str(path)]) == 0

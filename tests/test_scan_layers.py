@@ -20,33 +20,47 @@ def drawn() -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.random.default_rng(0).standard_normal((2, 2, 40, scan_layers.WIDTH)))
 
 
-def with_gradients(layers, run, x, target):
+def with_gradients(layers, x, target):
     """Output, and the gradients of the loss with respect to the parameters and to `x`."""
     graph, state = nnx.split(layers)
 
     def loss(state, x):
-        out = run(nnx.merge(graph, state), x)
+        out = nnx.merge(graph, state)(x)
         return jnp.square(out - target).mean(), out
 
     (_, out), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(state, x)
     return out, *gradients
 
 
-def test_scanned_layers_compute_what_a_loop_over_them_does():
-    def loop(layers, x):
-        for layer in layers:
-            x = layer(x)
-        return x
+def one_by_one(layers, x, target):
+    """The same of a list of layers, by one program that runs a layer and pulls back through it."""
+    graph, _ = nnx.split(layers[0])
 
+    @jax.jit
+    def run(state, x, d_out):
+        out, pull_back = jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)
+        return out, *pull_back(d_out)
+
+    states, inputs = [nnx.state(layer) for layer in layers], [x]
+    for state in states:
+        inputs.append(run(state, inputs[-1], jnp.zeros_like(x))[0])
+    out = inputs.pop()
+    d_x, gradients = 2 * (out - target) / out.size, []
+    for state, x in reversed([*zip(states, inputs, strict=True)]):
+        _, gradient, d_x = run(state, x, d_x)
+        gradients.insert(0, gradient)
+    return out, gradients, d_x
+
+
+def test_scanned_layers_compute_what_a_loop_over_them_does():
     x, target = drawn()
     with jax.enable_x64(True):
         scanned = {
             remat: randomised(abstract(ScannedLayers, DEPTH, remat=remat), 0.3) for remat in (False, True)
         }
-        one_by_one = nnx.List(scanned[True].unstacked())
-        out, of_layers, of_x = with_gradients(one_by_one, loop, x, target)
-        expected = jax.tree.map(lambda *each: np.stack(each), *(of_layers[n] for n in range(DEPTH)))
-        results = [with_gradients(layers, ScannedLayers.__call__, x, target) for layers in scanned.values()]
+        out, of_layers, of_x = one_by_one(scanned[True].unstacked(), x, target)
+        expected = jax.tree.map(lambda *each: np.stack(each), *of_layers)
+        results = [with_gradients(layers, x, target) for layers in scanned.values()]
         out, of_x, expected, results = jax.tree.map(np.asarray, (out, of_x, expected, results))
 
     for scanned_out, of_stacked, scanned_of_x in results:
@@ -105,8 +119,21 @@ def test_without_remat_the_backward_pass_stores_more():
     assert stored(True) < stored(False) / 2
 
 
-@pytest.mark.slow
-def test_the_example_runs(capsys):
+def test_the_example_runs(monkeypatch, capsys):
+    """With a product in place of the attention, with which the step is traced alone."""
+    x, target = (jnp.asarray(each, jnp.float32) for each in drawn())
+
+    def step():
+        layers = ScannedLayers(DEPTH, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(layers, scan_layers.optax.adam(1e-3), wrt=nnx.Param)
+        return scan_layers.train_step(layers, optimizer, x, target)
+
+    assert nnx.eval_shape(step).shape == ()
+
+    def product(heads, width, *, num_kv_heads, config, rngs):
+        return nnx.Linear(width, width, rngs=rngs)
+
+    monkeypatch.setattr(scan_layers, "NSAAttention", product)
     scan_layers.main([])
 
     for line, depth in zip(capsys.readouterr().out.splitlines(), (2, 6), strict=True):
