@@ -6,7 +6,6 @@ import itertools
 import json
 import pathlib
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -891,8 +890,23 @@ def test_wrong_targets_have_no_speed(monkeypatch, capsys):
     assert summary["rows"] == 1
 
 
-def test_training_writes_a_row_of_each_attention(tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
+def traced(run, arguments, **_) -> timing.Compiled:
+    """In place of `timing.compile_for`: nothing is compiled, and nothing runs."""
+    jax.eval_shape(run, *arguments)
+    return timing.Compiled(lambda: None, (), 0.0, 0, 0)
+
+
+def test_training_writes_a_row_of_each_attention(monkeypatch, tmp_path, capsys):
+    """The step with NSA is traced alone."""
+    path, compile_step = tmp_path / "rows.jsonl", training.compile_step
+
+    def step_of(config, *sizes):
+        with monkeypatch.context() as patch:
+            if config.attention == "nsa":
+                patch.setattr(timing, "compile_for", traced)
+            return compile_step(config, *sizes)
+
+    monkeypatch.setattr(training, "compile_step", step_of)
     sizes = ["--layers", "1", "--model-dim", "32", "--heads", "2", "--kv-heads", "1", "--head-dim", "16"]
 
     status = training.main(
@@ -1006,16 +1020,10 @@ def test_a_token_of_nsa_reads_no_compressor_and_few_keys(monkeypatch):
     """What the parts run is traced alone."""
     sizes = dict(vocab_size=11, num_layers=1, model_dim=32, num_heads=2, num_kv_heads=1)
     model = randomised(abstract(Transformer, TransformerConfig(**sizes, nsa=SMALL)))
-    traced = []
+    monkeypatch.setattr(timing, "compile_for", traced)
 
-    def trace(run, arguments, **_):
-        traced.append(jax.eval_shape(run, *arguments))
-        return types.SimpleNamespace(run=None)
-
-    monkeypatch.setattr(timing, "compile_for", trace)
     read = {name: make(model, 2, 70).bytes for name, make in token_parts.PARTS.items()}
 
-    assert len(traced) == 3
     # 16 blocks of 8 tokens every 4, 4 blocks of 16 tokens and a window of 24: keys and values of dim 16.
     assert read["attention"] == 2 * (16 + 64 + 24) * 2 * 16 * 4
     joined = {name: x.size for name, x in named(nnx.split(prepare(model))[1]).items()}
