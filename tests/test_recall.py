@@ -139,23 +139,32 @@ def test_without_closes_one_gate_of_all_layers(branch):
 def test_training_lowers_the_loss():
     """Also where no answer is in sight: that it is a value can be learned."""
     model = dataclasses.replace(MODEL, attention="window", num_layers=1)
-    schedule, losses = training.Schedule(steps=40, batch=4, warmup=1, learning_rate=1e-2, stop_at=None), []
+    schedule = training.Schedule(steps=40, batch=4, warmup=1, learning_rate=1e-2, validate_every=40)
+    losses = []
 
-    training.train(model, SMALL, schedule, 0, lambda step, loss, accuracy: losses.append(loss))
+    trained = training.train(model, SMALL, schedule, 0, lambda step, loss, accuracy: losses.append(loss))
 
     assert np.mean(losses[-10:]) < np.mean(losses[:10]) - 0.1
+    score = training.score(trained.model, training.held_out(model, SMALL, 1, 0))
+    assert score.loss == pytest.approx(losses[-1], rel=0.1)
+    assert 0 < score.accuracy < 0.3
 
 
 def test_command_gives_the_window_as_many_steps_and_writes_what_it_prints(tmp_path, capsys, monkeypatch):
     drawn = inspection.Sharing(selection="drawn", num_selected_blocks=2, adjacent_share=0.5, mean_union_4=3.0)
     monkeypatch.setattr(inspection, "drawn_sharing", lambda *_: [drawn])  # it takes seconds at its lengths
-    right = training._update
+    right_update, right_score = training._update, training._score
 
     def update(graph, state, moments, batch, schedule):
-        right.trace(graph, state, moments, batch, schedule)  # to run it would compile it
+        right_update.trace(graph, state, moments, batch, schedule)  # to run it would compile it
         return state, moments, 1.0, 0.5
 
+    def score(graph, state, batch):
+        right_score.trace(graph, state, batch)
+        return np.array([1.0, 0.5])
+
     monkeypatch.setattr(training, "_update", update)
+    monkeypatch.setattr(training, "_score", score)
     path = tmp_path / "new" / "rows.jsonl"
 
     assert recall.main([*TINY_RUN, "--num-layers=1", "--results", str(path)]) == 0
