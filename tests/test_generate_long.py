@@ -1,4 +1,4 @@
-"""Ten thousand tokens by `generate`, across edges of blocks and windows, against one forward of the text."""
+"""Thousands of tokens by `generate`, across edges of blocks and windows, against one forward of the text."""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.generate import generate, sample
 from nsa_jax.model import Transformer, TransformerConfig
 
-NEW, PROMPT = 10_000, 37
-# 5,000 compression blocks, 1,250 selection blocks; the rings, of 13 and 16 tokens, go around some 700 times.
+NEW, PROMPT = 4_000, 37
+# 2,000 compression blocks, 500 selection blocks; the rings, of 13 and 16 tokens, go around some 300 times.
 NSA = NSAConfig(
     compression_block_size=6, compression_stride=2, selection_block_size=8, num_selected_blocks=4,
     window_size=9,
@@ -22,7 +22,7 @@ CONFIG = TransformerConfig(
 )  # fmt: skip
 
 
-def test_ten_thousand_tokens_are_those_of_one_forward():
+def test_thousands_of_tokens_are_those_of_one_forward():
     """Each is the one that `sample` draws, with its key, from the logits of one forward of the whole text.
 
     In float64 the two ways to compute the logits differ by about 1e-13, and no draw is that close. The text
@@ -33,17 +33,13 @@ def test_ten_thousand_tokens_are_those_of_one_forward():
         prompt = np.random.default_rng(0).integers(0, 29, (1, PROMPT))
         keys = jax.random.split(jax.random.key(0), 1)
 
-        first, again = (
-            generate(model, prompt, max_new_tokens=NEW, temperature=5.0, key=keys, chunk_size=64)
-            for _ in range(2)
-        )
+        written = generate(model, prompt, max_new_tokens=NEW, temperature=5.0, key=keys, chunk_size=64)
 
-        new = np.asarray(first.tokens[0])
+        new = np.asarray(written.tokens[0])
         text = np.concatenate([prompt[0], new])[None]
         logits = nnx.jit(lambda model, text: model(text))(model, text)[0, PROMPT - 1 : -1]
         drawn_with = jax.vmap(jax.random.fold_in, (None, 0))(keys[0], jnp.arange(NEW))
         expected = np.asarray(sample(logits, drawn_with, temperature=5.0))
 
-    np.testing.assert_array_equal(again.tokens, first.tokens)
     assert np.flatnonzero(new != expected).tolist() == []
     assert len(set(zip(new, new[1:], new[2:], strict=False))) > 2000  # the text is no cycle
