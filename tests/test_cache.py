@@ -103,7 +103,7 @@ def test_an_exported_program_makes_a_cache_for_any_number_of_rows(layer):
 
     exported = jax.export.export(write)(*rows)
 
-    layer.agree(np.concatenate(exported.call(*arrays), axis=1), np.s_[:, :33])
+    assert exported.in_avals[0].shape[0] is batch
     of_one = exported.call(*jax.tree.map(lambda x: x[1:], arrays))
     layer.agree(np.concatenate(of_one, axis=1), np.s_[1:, :33])
 
@@ -114,15 +114,14 @@ def test_steps_from_the_first_token_equal_full_forward(layer, tokens_per_step):
     cache = layer.empty(LENGTH)
     for start in range(0, LENGTH, tokens_per_step):
         real = min(tokens_per_step, LENGTH - start)
-        arguments = layer.slice(start, tokens_per_step)
-        out, cache = layer.decode_step(cache, *arguments, num_tokens=np.full(2, real))
+        number = {} if tokens_per_step == 1 else dict(num_tokens=np.full(2, real))
+        out, cache = layer.decode_step(cache, *layer.slice(start, tokens_per_step), **number)
         layer.agree(out[:, :real], np.s_[:, start : start + real])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_blocks_that_are_given_are_attended_to(dtype):
+def test_blocks_that_are_given_are_attended_to():
     """Any number of blocks of the past, in prefill and steps, against the full forward with the same ones."""
-    made, rng = Layer.make(length=29, dtype=dtype), np.random.default_rng(3)
+    made, rng = Layer.make(length=29), np.random.default_rng(3)
     blocks = np.full((2, 29, 2, SMALL.num_selected_blocks), -1)
     for place in np.ndindex(blocks.shape[:3]):
         past = place[1] // SMALL.selection_block_size + 1
@@ -134,7 +133,7 @@ def test_blocks_that_are_given_are_attended_to(dtype):
 
     start, held = np.zeros(2, int), given.empty(29)
     for counts in ([13, 20], [1, 1], [4, 0], [2, 4]):
-        new = range(max(counts))
+        new = np.arange(20 if max(counts) == 20 else 4)
         step = given.prefill if len(new) == 20 else given.decode_step
         chosen = np.stack([np.take(blocks[row], start[row] + new, 0, mode="clip") for row in range(2)])
         options = dict(num_tokens=jnp.array(counts), block_indices=chosen)
@@ -240,15 +239,16 @@ def test_chunk_that_overflows_under_jit_writes_nothing_and_flags_it(layer):
 def test_numbers_of_tokens_out_of_range_are_cut_under_jit(layer, step):
     """Numbers above T count as T and negative ones as 0, so nothing is written that was not given."""
     _, cache = layer.prefill_in_chunks(layer.empty(LENGTH), [9, 17], 64)
-    step, operands = getattr(layer, step), layer.slice([9, 17], 4)
+    most = 7 if step == "prefill" else 4
+    step, operands = getattr(layer, step), layer.slice([9, 17], most)
 
     out, after = step(cache, *operands, num_tokens=np.array([99, -5]))
-    expected, expected_after = step(cache, *operands, num_tokens=np.array([4, 0]))
+    expected, expected_after = step(cache, *operands, num_tokens=np.array([most, 0]))
 
     assert (out == expected).all()
     for found, wanted in zip(jax.tree.leaves(after), jax.tree.leaves(expected_after), strict=True):
         np.testing.assert_array_equal(found, wanted)
-    assert after.lengths.tolist() == [13, 17]
+    assert after.lengths.tolist() == [9 + most, 17]
     assert not after.overflowed.any()
 
 
@@ -262,16 +262,16 @@ def test_capacity_shorter_than_a_compression_block(layer):
         layer.agree(out, np.s_[:, t : t + 1])
 
 
-def test_numpy_arrays_outside_jit(layer):
-    """A cache of NumPy arrays, as one that was stored and read again, is updated as by the compiled step.
+def test_a_cache_of_numpy_arrays(layer):
+    """As one that was stored and read again. It is no argument of the program, and is updated all the same.
 
-    Outside jit the compressor may round differently; its keys lie in -1 .. 1, hence the tolerance.
+    XLA may fold constants, so the compressor may round differently; its keys lie in -1 .. 1.
     """
     held = jax.tree.map(np.asarray, layer.filled([9, 12], LENGTH))
     operands = layer.slice([9, 12], 1)
     _, expected = layer.decode_step(held, *operands)
 
-    _, after = decode_step(held, *operands, config=SMALL)
+    after = jit(lambda: decode_step(held, *operands, config=SMALL).cache)()
 
     for written, wanted in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(written, wanted, rtol=0, atol=8 * np.finfo(np.float32).eps)
@@ -279,7 +279,7 @@ def test_numpy_arrays_outside_jit(layer):
 
 def test_paper_configuration():
     """With the defaults, past the window and the selected blocks: prompt chunks, with a step after each."""
-    layer = Layer.make(NSAConfig(), batch=1, length=1100, num_kv_heads=1, seed=1)
+    layer = Layer.make(NSAConfig(), batch=1, length=1100, num_heads=2, num_kv_heads=1, seed=1)
     cache, done = layer.empty(1100), 0
     for t in (30, 31, 511, 513, 1098, 1099):
         real = t - done
@@ -292,8 +292,9 @@ def test_paper_configuration():
 
 def test_bfloat16_within_the_budget_of_bfloat16():
     layer = Layer.make(length=LENGTH, dtype=jnp.bfloat16)
-    cache = layer.empty(LENGTH)
-    for start in range(0, 24, 4):
+    out, cache = layer.prefill(layer.empty(LENGTH), *layer.slice(0, 20))
+    layer.agree(out, np.s_[:, :20])
+    for start in range(20, 32, 4):
         out, cache = layer.decode_step(cache, *layer.slice(start, 4))
         layer.agree(out, np.s_[:, start : start + 4])
 
