@@ -47,27 +47,19 @@ def by_hand(model, ids):
 
 
 def test_a_mixed_model_is_that_of_layers_made_by_hand():
-    """Logits and all gradients: the same additions in programs that may fuse them differently."""
+    """The same additions in one program, which may fuse them differently."""
     graph, state = nnx.split(randomised(abstract(Transformer, MIXED), scale=0.3))
-    cotangent = np.random.default_rng(1).standard_normal((2, LENGTH, MIXED.vocab_size)).astype(np.float32)
 
     @jax.jit
     def run(state, ids):
-        def loss(state, of):
-            logits = of(nnx.merge(graph, state), ids)
-            return (logits * cotangent).sum(), logits
+        model = nnx.merge(graph, state)
+        return model(ids), by_hand(model, ids)
 
-        return [jax.grad(loss, has_aux=True)(state, of) for of in (lambda model, ids: model(ids), by_hand)]
+    found, expected = run(state, tokens())
 
-    (gradient, logits), (expected_gradient, expected) = run(state, tokens())
-
-    pairs = zip(*map(nnx.to_flat_state, (gradient, expected_gradient)), strict=True)
-    values = {path: (here.get_value(), there.get_value()) for (path, here), (_, there) in pairs}
-    for path, (value, wanted) in (values | {"logits": (logits, expected)}).items():
-        # Four layers of about 100 additions each.
-        tolerance = 400 * np.finfo(np.float32).eps * np.abs(wanted).max()
-        np.testing.assert_allclose(value, wanted, rtol=0, atol=tolerance, err_msg=str(path))
-        assert np.any(value), path
+    # Four layers of about 100 additions each.
+    tolerance = 400 * np.finfo(np.float32).eps * np.abs(expected).max()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
 
 
 def test_each_layer_has_the_cache_of_its_kind():
