@@ -16,7 +16,7 @@ from modules import MODEL, abstract, randomised
 from nsa_jax.config import NSAConfig
 from nsa_jax.model import Transformer, restore, restore_training, save
 
-CONFIG = dataclasses.replace(MODEL, tie_embeddings=False)
+CONFIG = dataclasses.replace(MODEL, num_layers=1, tie_embeddings=False)
 
 
 def make_model(seed=0, **changes):
@@ -32,7 +32,7 @@ def assert_same(model, other):
         np.testing.assert_array_equal(variable.get_value(), other_variable.get_value(), str(path))
 
 
-MIXED = dict(attention=("window", "nsa"), window_size=(3, None), rope_base=(100.0, 1e6))
+MIXED = dict(num_layers=2, attention=("window", "nsa"), window_size=(3, None), rope_base=(100.0, 1e6))
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,12 @@ def test_dtype_and_remat_may_differ(tmp_path):
 
 OTHERS = {
     "width": (dict(model_dim=16), r"got model_dim=16 where it has model_dim=12\. Pass"),
-    "kind and depth": (dict(attention="dense", num_layers=1), "got num_layers=1, attention='dense' where"),
+    "kind and depth": (dict(attention="dense", num_layers=2), "got num_layers=2, attention='dense' where"),
     "blocks": (dict(nsa=NSAConfig(window_size=7)), r"got nsa=.*window_size=7.*\) where it has nsa=N"),
-    "base of a layer": (dict(rope_base=(1e4, 1e6)), r"got rope_base=\(10000\.0, 1000000\.0\) where it has"),
+    "bases of layers": (
+        dict(num_layers=2, rope_base=(1e4, 1e6)),
+        r"got num_layers=2, rope_base=\(10000\.0, 1000000\.0\) where it has",
+    ),
     "parameters": (dict(param_dtype="bfloat16"), "got param_dtype='bfloat16' where it has param_dtype='fl"),
 }
 
@@ -174,7 +177,7 @@ def test_restoring_into_a_sharding(tmp_path):
         model = restore(tmp_path, sharding={"heads": "tensor", "vocab": "tensor"})
 
     assert_same(model, make_model())
-    kernel = model.layers[1].attention.query_proj.kernel.get_value()
+    kernel = model.layers[0].attention.query_proj.kernel.get_value()
     assert kernel.sharding == jax.NamedSharding(mesh, jax.P(None, "tensor", None))
 
 
