@@ -37,9 +37,16 @@ def loop(held, operands):
     return out, held
 
 
-@pytest.mark.parametrize("sharing", [{}, SHARED], ids=["three pairs", "one pair"])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("function", [step, loop])
+@pytest.mark.parametrize(
+    ("function", "case", "sharing"),
+    [
+        (step, "many tiles", SHARED),
+        (step, "one tile", {}),
+        (loop, "many tiles", {}),
+        (loop, "one tile", SHARED),
+    ],
+    ids=["step-many tiles-one pair", "step-one tile", "loop-many tiles", "loop-one tile-one pair"],
+)
 def test_donated_cache_is_updated_in_place(function, case, sharing):
     layer, capacity = CASES[case]
     held = jax.eval_shape(lambda: layer.empty(capacity, **sharing))
