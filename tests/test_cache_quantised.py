@@ -188,11 +188,13 @@ def test_an_indexer_reads_rounded_keys():
     with jax.enable_x64(True):
         options = dict(num_kv_heads=2, config=config, dtype="float64", param_dtype="float64")
         options["selector"] = IndexerConfig(dim=8)
-        layer = randomised(abstract(NSAAttention, 4, 16, **options), seed=0)
+        of_all = abstract(NSAAttention, 4, 16, **options)
+        of_all = nnx.eval_shape(lambda layer: layer.init_cache(1, 46, dtype="int8"), of_all)
+        assert of_all.key_raw_ring.dtype == np.float64
+        layer = randomised(abstract(NSAAttention, 4, 16, branches=("slc",), **options), seed=0)
         x = rng.standard_normal((1, 46, 16))
         empty = layer.init_cache(1, 46, dtype="int8")
         assert isinstance(empty.kept, Quantised)
-        assert empty.key_raw_ring.dtype == np.float64
         prefill, step = (cache_layer.jit(method) for method in (layer.prefill, layer.decode_step))
         whole, written = prefill(x, empty)
         held = cache.rewind(written, jnp.array([6]))
@@ -375,7 +377,7 @@ def test_models_are_asked_for_the_dtype():
 
     prompts, options = np.zeros((1, 3), int), dict(max_new_tokens=2)
     for dtype in ("int8", jnp.float8_e4m3fn, None):
-        generate.generate(Asked(5), prompts, cache_dtype=dtype, **options)
+        jax.eval_shape(lambda to=dtype: generate.generate(Asked(5), prompts, cache_dtype=to, **options))
     generate.Batcher(Asked(5), 1, max_length=8, cache_dtype="int8").read_prefix([1, 2])
 
     # The batcher asks for its slots, and for the empty row behind which it reads prompts.
