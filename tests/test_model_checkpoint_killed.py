@@ -15,7 +15,7 @@ from killed_save_program import NEW, OLD
 
 from nsa_jax.model import restore, save
 
-NUMBER = 8
+NUMBER = 5
 
 
 def parameters(model):
