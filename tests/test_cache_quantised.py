@@ -347,8 +347,10 @@ def test_widening_leaves_what_is_not_quantised():
 
 def test_sessions_go_back_and_copy_rows():
     """Numbers, scales and what an indexer keeps: a checkpoint, a few tokens back, rows in other places."""
-    options = dict(nsa=cache_layer.SMALL, selector=IndexerConfig(dim=8), vocab_size=17, num_layers=1)
-    config = TransformerConfig(**options, model_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=16)
+    options = dict(nsa=cache_layer.SMALL, selector=IndexerConfig(dim=8), branches=("slc", "win"))
+    config = TransformerConfig(
+        **options, vocab_size=17, num_layers=1, model_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=16
+    )
     model = randomised(abstract(Transformer, config), 0.5, seed=4)
     prompts = np.random.default_rng(0).integers(0, 17, (2, 40))
 

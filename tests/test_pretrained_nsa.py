@@ -1,6 +1,7 @@
 """A dense model becomes one of NSA that computes the same where it can. Both are compared and saved."""
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -40,17 +41,28 @@ def dense_model(heads=4, kv_heads=2, **options):
     config = TransformerConfig(
         **SIZES | dict(num_heads=heads, num_kv_heads=kv_heads, attention="dense") | options
     )
+    return nnx.merge(*parts_of(config))
+
+
+@functools.cache
+def parts_of(config):
+    """Graph and state of a model with random parameters."""
     model = abstract_transformer(config, implementation="xla")
     rng, arrays = np.random.default_rng(0), {}
     for name, value in parameters(model).items():
         drawn = (1 if len(value.shape) == 1 else 0.4) * rng.standard_normal(value.shape)
         arrays[name] = jnp.asarray(drawn, value.dtype)
     fill(model, arrays)
-    return model
+    return nnx.split(model)
+
+
+@nnx.jit
+def forward(model, ids):
+    return model(ids)
 
 
 def run(model, ids=IDS):
-    return np.asarray(nnx.jit(lambda model, ids: model(ids))(model, ids))
+    return np.asarray(forward(model, ids))
 
 
 GATES = dict(initial_gates=(1e-7, 1 - 1e-7, 1e-7))
@@ -59,9 +71,7 @@ OWN = GATES | dict(share_keys_values=False, compression="mlp")
 SAME = {  # layers, heads and KV heads; that layers are told apart needs two of them once
     "alone-1-KV": ((1, 4, 1), ALONE),
     "alone-4-KV": ((1, 4, 4), ALONE),
-    "alone-2-KV": ((1, 6, 2), ALONE),
     "gates-1-KV": ((1, 4, 1), GATES),
-    "gates-4-KV": ((1, 4, 4), GATES),
     "own-keys-2-KV, two layers": ((2, 6, 2), OWN),
 }
 
@@ -97,24 +107,15 @@ def test_a_model_as_gemma_keeps_its_windows_and_all_else():
     tolerance = 1e-5 * np.abs(expected).max()
     for each in (model, scanned):
         assert np.abs(run(each) - expected).max() < tolerance
-    prompts = IDS[:, :18]  # with new tokens, all that the blocks cover
+    prompts = IDS[:, :15]
     written = generate(model, prompts, max_new_tokens=6).tokens
     last = run(dense, np.concatenate([prompts, written], axis=1))[:, -7:-1]
     np.testing.assert_array_equal(last.argmax(-1), written)
 
 
-def test_blocks_that_cover_a_part_are_another_model():
-    dense = dense_model()
-    expected = run(dense)
-
-    model = to_nsa(dense, nsa=SPARSE, implementation="xla", rngs=nnx.Rngs(0))
-
-    assert np.abs(run(model) - expected).max() > 1e-3 * np.abs(expected).max()
-
-
 def test_weights_are_those_of_the_dense_model_and_new_ones_are_drawn():
     dense = dense_model(
-        qkv_bias=True, normalize_qk=True, tie_embeddings=False, rope_scaling=LinearScaling(2.0)
+        num_layers=1, qkv_bias=True, normalize_qk=True, tie_embeddings=False, rope_scaling=LinearScaling(2.0)
     )
     options = dict(nsa=SPARSE, share_keys_values=False, compression="mlp", selector=IndexerConfig())
 
@@ -125,9 +126,9 @@ def test_weights_are_those_of_the_dense_model_and_new_ones_are_drawn():
         for branch in ("cmp", "slc", "win"):
             own = re.sub("(key|value)_", rf"\1_{branch}_", name)
             np.testing.assert_array_equal(held[own], value, own)
-    assert np.std(held["layers.1.attention.compressor_key.kernel_in"]) > 0.05
-    assert np.std(held["layers.1.attention.selector.key_proj.kernel"]) > 0.05
-    assert not np.any(held["layers.1.attention.gate.kernel_out"])
+    assert np.std(held["layers.0.attention.compressor_key.kernel_in"]) > 0.05
+    assert np.std(held["layers.0.attention.selector.key_proj.kernel"]) > 0.05
+    assert not np.any(held["layers.0.attention.gate.kernel_out"])
     gates = jax.nn.sigmoid(held["layers.0.attention.gate.bias_out"])
     np.testing.assert_allclose(gates, np.broadcast_to((0.02, 0.96, 0.02), (4, 3)), rtol=1e-5)
     changed = options | dict(attention="nsa", initial_gates=(0.02, 0.96, 0.02))
@@ -188,26 +189,30 @@ def test_several_rotary_bases_are_not_replaced_by_one(tmp_path):
         load(tmp_path / "model", rope_base=30.0)
 
 
+def config_of(dense, **options):
+    """The configuration of the new model, whose parameters are not drawn."""
+    return nnx.eval_shape(lambda: to_nsa(dense, **options, rngs=nnx.Rngs(0))).config
+
+
 def test_window_layers_stay_and_kinds_may_be_chosen():
     dense = dense_model(attention=("window", "dense"), window_size=(7, None))
     windows = dense_model(attention="window", window_size=7)
 
-    assert to_nsa(dense, rngs=nnx.Rngs(0)).config.attention == ("window", "nsa")
-    assert to_nsa(dense, rngs=nnx.Rngs(0)).config.window_size == (7, None)
-    assert to_nsa(windows, attention="nsa", rngs=nnx.Rngs(0)).config.window_size is None
-    mixed = to_nsa(windows, attention=("nsa", "window"), rngs=nnx.Rngs(0))
-    assert (mixed.config.attention, mixed.config.window_size) == (("nsa", "window"), (None, 7))
+    assert config_of(dense).attention == ("window", "nsa")
+    assert config_of(dense).window_size == (7, None)
+    assert config_of(windows, attention="nsa").window_size is None
+    mixed = config_of(windows, attention=("nsa", "window"))
+    assert (mixed.attention, mixed.window_size) == (("nsa", "window"), (None, 7))
     of_nsa = dense_model(attention=("window", "dense"), nsa=COVERING)  # the window is that of its blocks
-    assert to_nsa(of_nsa, nsa=NSAConfig(), rngs=nnx.Rngs(0)).config.window_size == (5, None)
-    kept = to_nsa(dense_model(), attention=("dense", "nsa"), rngs=nnx.Rngs(0))
-    assert kept.config.attention == ("dense", "nsa")
+    assert config_of(of_nsa, nsa=NSAConfig()).window_size == (5, None)
+    assert config_of(dense_model(), attention=("dense", "nsa")).attention == ("dense", "nsa")
 
 
 def test_branches_bring_their_gates():
-    model = to_nsa(dense_model(), branches=("win", "slc"), selector="given", rngs=nnx.Rngs(0))
+    config = config_of(dense_model(), branches=("win", "slc"), selector="given")
 
-    assert model.config.branches == ("slc", "win")
-    assert model.config.initial_gates == (0.96, 0.02)
+    assert config.branches == ("slc", "win")
+    assert config.initial_gates == (0.96, 0.02)
 
 
 def test_every_weight_keeps_its_sharding_or_gets_the_one_asked_for():
@@ -311,11 +316,10 @@ def test_a_comparison_is_that_of_all_logits(monkeypatch):
     dense = dense_model(num_layers=1, dropout_rate=0.5)  # which is off in a comparison
     model = to_nsa(dense, nsa=SPARSE, initial_gates=(0.3, 0.4, 0.3), implementation="xla", rngs=nnx.Rngs(0))
 
-    found, programs = [], comparison._compare_row._cache_size()
-    for chunk in (256, 6):
-        monkeypatch.setattr(comparison, "CHUNK", chunk)
-        found.append(compare(dense, model, IDS, stretches=3))
-    assert comparison._compare_row._cache_size() == programs + 2  # each for all rows
+    programs = comparison._compare_row._cache_size()
+    monkeypatch.setattr(comparison, "CHUNK", 6)
+    found = compare(dense, model, IDS, stretches=3)
+    assert comparison._compare_row._cache_size() == programs + 1  # for all rows
 
     losses, choices = [], []
     for each in (dense, model):
@@ -325,13 +329,12 @@ def test_a_comparison_is_that_of_all_logits(monkeypatch):
         losses.append(np.log(np.exp(exact).sum(-1)) - picked)
         choices.append(exact.argmax(-1))
     parts = [slice(0, 7), slice(7, 14), slice(14, 20)]
-    for each in found:
-        assert each.starts == (0, 7, 14)
-        np.testing.assert_allclose((each.dense_loss, each.loss), [x.mean() for x in losses], rtol=1e-5)
-        for told, loss in ((each.dense_losses, losses[0]), (each.losses, losses[1])):
-            np.testing.assert_allclose(told, [loss[:, part].mean() for part in parts], rtol=1e-5)
-        assert each.agreement == np.mean(choices[0] == choices[1])
-        assert 0 < each.agreement < 1
+    assert found.starts == (0, 7, 14)
+    np.testing.assert_allclose((found.dense_loss, found.loss), [x.mean() for x in losses], rtol=1e-5)
+    for told, loss in ((found.dense_losses, losses[0]), (found.losses, losses[1])):
+        np.testing.assert_allclose(told, [loss[:, part].mean() for part in parts], rtol=1e-5)
+    assert found.agreement == np.mean(choices[0] == choices[1])
+    assert 0 < found.agreement < 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -443,7 +446,7 @@ def test_gemma_without_windows_names_none(tmp_path):
     save(dense_model(**GEMMA_LIKE | options), tmp_path / "model")
 
     told = json.loads((tmp_path / "model" / "config.json").read_text())
-    again, _ = load(tmp_path / "model")
+    again, _ = load(tmp_path / "model", implementation="xla")
 
     assert "sliding_window" not in told  # `transformers` wants a number
     expected = run(dense_model(**GEMMA_LIKE | options))
@@ -454,7 +457,7 @@ def test_what_matters_to_nsa_alone_does_not_matter_here(tmp_path):
     options = dict(selector=IndexerConfig(dim=4), initial_gates=(0.1, 0.8, 0.1), rope_base=(100.0, 100.0))
     save(dense_model(**options), tmp_path / "model")
 
-    again, _ = load(tmp_path / "model")
+    again, _ = load(tmp_path / "model", implementation="xla")
 
     assert (again.config.attention, again.config.rope_base) == ("dense", 100.0)
     np.testing.assert_array_equal(run(again), run(dense_model(rope_base=100.0)))
