@@ -37,11 +37,10 @@ def rows(kind):
     return logits
 
 
-@pytest.mark.parametrize("kind", ["random", "ties", "impossible tokens"])
 @pytest.mark.parametrize("top_p", [None, 1e-9, 0.1, 0.5, 0.93, 1.0])
 @pytest.mark.parametrize("top_k", [None, 1, 3, VOCAB, 10**6])
-def test_truncate_equals_brute_force(kind, top_k, top_p):
-    logits = rows(kind)
+def test_truncate_equals_brute_force(top_k, top_p):
+    logits = np.concatenate([rows(kind) for kind in ("random", "ties", "impossible tokens")])
 
     kept = np.asarray(truncate(jnp.asarray(logits), top_k=top_k, top_p=top_p))
 
