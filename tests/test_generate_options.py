@@ -77,7 +77,7 @@ NOTHING = dict(
     repetition_penalty=np.ones(3), presence_penalty=np.zeros(3),
 )  # fmt: skip
 EACH = {
-    "temperature": dict(temperature=np.array([0.5, 0.0, 3.0])),
+    "temperature": NOTHING | dict(temperature=np.array([0.5, 0.0, 3.0])),
     "top_k": NOTHING | dict(top_k=np.array([1, 11, 3])),
     "top_p": NOTHING | dict(top_p=np.array([0.4, 1.0, 0.7], np.float32)),
     "min_p": NOTHING | dict(min_p=np.array([0.9, 0.0, 0.2])),
@@ -250,13 +250,13 @@ def test_a_row_whose_hook_excludes_all_tokens_says_so(model):
 
 
 def test_values_of_options_share_programs(model):
-
-    options = dict(temperature=np.array([1.0, 0.0, 2.0]), top_k=3, stop=[[1, 2, 3], [4]], eos_id=[3, 4])
-    told(begun(model, **options), 3)
+    """Also numbers of stop sequences, and of their tokens, up to the same power of two."""
+    told(begun(model, **NOTHING), 3)
+    told(begun(model, stop=[[1, 2, 3], [4], [5, 6]], eos_id=[3, 4], **HOT), 3)
     programs = session._advance._cache_size()
 
-    options = dict(temperature=np.array([0.0, 0.5, 2.0]), top_k=7, stop=[[5, 6, 7, 8], [1, 2]], eos_id=[1, 2])
-    told(begun(model, **options), 3)
+    told(begun(model, **EACH["all"]), 3)
+    told(begun(model, stop=[[5, 6, 7, 8], [1, 2], [3], [9]], eos_id=[1, 2], temperature=0.5), 3)
 
     assert session._advance._cache_size() == programs
 
