@@ -15,7 +15,7 @@ from killed_save_program import NEW, OLD
 
 from nsa_jax.model import restore, save
 
-NUMBER = 5
+NUMBER = 8
 
 
 def parameters(model):
