@@ -1,4 +1,4 @@
-"""Thousands of tokens by `generate`, across edges of blocks and windows, against one forward of the text."""
+"""Ten thousand tokens by `generate`, across edges of blocks and windows, against one forward of the text."""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.generate import generate, sample
 from nsa_jax.model import Transformer, TransformerConfig
 
-NEW, PROMPT = 4_000, 37
-# 2,000 compression blocks, 500 selection blocks; the rings, of 13 and 16 tokens, go around some 300 times.
+NEW, PROMPT = 10_000, 37
+# 5,000 compression blocks, 1,250 selection blocks; the rings, of 13 and 16 tokens, go around some 700 times.
 NSA = NSAConfig(
     compression_block_size=6, compression_stride=2, selection_block_size=8, num_selected_blocks=4,
     window_size=9,
@@ -22,7 +22,7 @@ CONFIG = TransformerConfig(
 )  # fmt: skip
 
 
-def test_thousands_of_tokens_are_those_of_one_forward():
+def test_ten_thousand_tokens_are_those_of_one_forward():
     """Each is the one that `sample` draws, with its key, from the logits of one forward of the whole text.
 
     In float64 the two ways to compute the logits differ by about 1e-13, and no draw is that close. The text

@@ -74,8 +74,9 @@ def files_of(path):
 def damaged(data):
     half = len(data) // 2
     yield "removed", None
+    yield "emptied", b""
     yield "cut in half", data[:half]
-    yield "one bit", data[:half] + bytes([data[half] ^ 1]) + data[half + 1 :]
+    yield "one byte", data[:half] + bytes([data[half] ^ 0xFF]) + data[half + 1 :]
 
 
 def outcome(path, call, expected):
@@ -116,10 +117,10 @@ def test_every_damage_of_every_file_is_refused_or_changes_nothing(copy, no_wait)
     # The rest is read by nobody: copies that Orbax merged, and what it notes beside the arrays.
     for name in ("checksums/metadata", "config/metadata", "model/manifest.ocdbt", "training/manifest.ocdbt"):
         seen = {damage for file, damage in refused if file == copy / "0" / name}
-        assert seen == {"removed", "cut in half", "one bit"}
+        assert seen == {"removed", "emptied", "cut in half", "one byte"}
     for item in ("model", "training"):
         data = list((copy / "0" / item).rglob("d/*"))
-        assert any((file, "one bit") in refused for file in data)
+        assert any((file, "one byte") in refused for file in data)
 
 
 def test_other_numbers_than_were_saved_are_refused_by_name(copy):
