@@ -17,6 +17,8 @@ import lists_by_loops
 import test_mosaic_compile
 import triton_compile
 import triton_kernels
+from equations import equations
+from jax.sharding import NamedSharding, PartitionSpec
 
 import nsa_jax
 from nsa_jax import layout
@@ -29,6 +31,7 @@ from nsa_jax.kernels.triton.selected.chunks import Chunks
 from nsa_jax.kernels.triton.selected.items import most_partials
 
 LENGTH = 65536
+COLLECTIVES = {"all_gather", "all_to_all", "ppermute", "psum", "psum_invariant", "reduce_scatter"}
 
 
 def random_blocks(length, tokens_alike=1, slots=16, batch=1, kv_heads=2):
@@ -173,12 +176,12 @@ def test_sums_are_no_more_than_counted(lengths, item):
     segments = jnp.asarray(np.repeat(np.arange(1, len(lengths) + 1), lengths))[None]
     placed = layout.place(config, batch=1, num_queries=60, num_keys=60, segment_ids=segments)
     number = np.arange(30)
-    blocks = np.where(number * 2 <= placed.position[..., None], number, -1)[:, :, None]
-    starts = np.asarray(placed.sequence_start)
+    starts, positions = np.asarray(placed.sequence_start), np.asarray(placed.position)
+    blocks = np.where(number * 2 <= positions[..., None], number, -1)[:, :, None]
 
     for ranges in (1, 4):
         items, _ = lists_by_loops.items_by_loops(
-            blocks, starts, starts + placed.position, block=2, num_keys=60, item=item, packed=True,
+            blocks, starts, starts + positions, block=2, num_keys=60, item=item, packed=True,
             range_queries=60 // ranges,
         )  # fmt: skip
         assert items.num_partials <= most_partials(blocks, placed, 60, item=item, ranges=ranges)
@@ -229,11 +232,27 @@ def test_one_of_the_two_runs_also_under_vmap(mapped, monkeypatch):
 
 @pytest.mark.slow
 def test_shards_of_kv_heads_choose_on_their_own():
-    """Under plain `jit`, whose `custom_partitioning` refuses effects, and where JAX types what varies."""
-    text = triton_compile.compile_for_two(*program(64, 4, 64, 64, length=32768)).as_text()
+    """Under plain `jit`, whose `custom_partitioning` refuses effects, and in a `shard_map`, as it is traced.
 
-    assert text.count("conditional(") == 2
+    There JAX types what varies.
+    """
+    function, arrays = program(64, 4, 64, 64, length=32768)
+    mesh = triton_compile.mesh_of_h100s(x=2)
+    heads = NamedSharding(mesh, PartitionSpec(None, None, "x"))
+    arrays = [x.update(sharding=heads) for x in arrays]
+
+    text = triton_compile.compile_on(mesh, function, *arrays).as_text()
+
+    assert text.count("conditional(") == 1
     assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", text)
+
+    in_shards = jax.shard_map(function, mesh=mesh, in_specs=heads.spec, out_specs=heads.spec)
+    with jax.set_mesh(mesh):
+        traced = jax.make_jaxpr(in_shards)(*arrays).jaxpr
+
+    (inside,) = found_in(traced)
+    assert inside.count("cond") == 1
+    assert not {x.primitive.name for x in equations(traced)} & COLLECTIVES
 
 
 @pytest.mark.slow
