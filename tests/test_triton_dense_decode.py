@@ -59,7 +59,8 @@ SHAPES = {
     "64 heads, 192/192": Shape(heads=64, num_new=2, key_dim=192, value_dim=192),
     "wide float32": Shape(dtype="float32", num_new=4, key_dim=256, value_dim=256),
 }
-CASES = [*((90, name) for name in SHAPES), *((c, "main") for c in triton_kernels.TARGETS if c != 90)]
+# An A100 and a consumer Blackwell have the sizes and the products of an L4, a B200 those of an H100.
+CASES = [*((90, name) for name in SHAPES), (89, "main")]
 # As in `test_triton_compile`.
 SPILLS = {(90, "wide float32"): {"nsa_step_dense": 612}}
 

@@ -6,6 +6,7 @@ Triton's own assembler turns their PTX into machine code and says what that need
 import concurrent.futures
 import contextlib
 import importlib
+import itertools
 import pathlib
 import pkgutil
 import re
@@ -25,6 +26,7 @@ from nsa_jax import kernels
 from nsa_jax.kernels.triton import launch
 
 ASSEMBLERS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+DEVICES = itertools.count(133)  # numbers of cores, of which no other test has a device
 TARGETS = {80: "sm_80", 89: "sm_89", 90: "sm_90a", 100: "sm_100a", 120: "sm_120a"}
 
 
@@ -66,8 +68,8 @@ def compiled(program, *arguments, capability: int, but: Collection[str] = ()) ->
         mock.patch.object(triton_lib, "compile_ttir_to_ptx_inplace", spy),
         mock.patch.object(jax_triton, "triton_call", call_most),
     ):
-        # JAX keeps what it traces for a device: what lacks kernels is of a device that no other test has.
-        triton_compile.lower(program, *arguments, capability=capability, num_cores=131 if but else 132)
+        # JAX keeps what it traces for a device, and what is traced here may lack kernels.
+        triton_compile.lower(program, *arguments, capability=capability, num_cores=next(DEVICES))
     return [kernel.result() for kernel in found]
 
 
