@@ -63,11 +63,6 @@ WITHOUT_PRODUCTS = OF_LISTS | {
     "nsa_gate_gradients",
 }
 KERNELS = WITH_PRODUCTS | WITHOUT_PRODUCTS | RECOMPUTING
-OF_TWO_BRANCHES = {
-    name
-    for name in WITH_PRODUCTS | RECOMPUTING | RECOMPUTING_ONE | OF_LISTS
-    if not any(x in name for x in ("compressed", "causal", "importance", "native"))
-}
 OF_A_STEP = {  # in test_triton_decode and test_triton_dense_decode
     *("nsa_step_first", "nsa_step_hidden", "nsa_step_second", "nsa_step_dense", "nsa_step_dense_merge"),
 }
@@ -107,31 +102,59 @@ SHAPES = {
     "128 heads": Shape(128, 256, 128, "bfloat16"),
     "128 wide heads": Shape(128, 256, 192, "bfloat16"),
 }
-COMPRESSED = {name for name in KERNELS if name.startswith("nsa_compressed")}
-# In these shapes the compressed branch has the tiles of the window, so what its kernels need is known of the
-# window's: these add the front of a range and lack wider ends and segments. As measured, the compressed
-# branch spilled at most 4 bytes more. Many heads are compiled as the two other branches alone.
-MANY_HEADS = ("64 heads", "128 heads")
-FEW_HEADS = ("4 heads", "1 head")  # whose selected branch may come in parts
-LIKE_WINDOW = ("256", "float32", "128 wide heads", *MANY_HEADS)
-HAS_ROWS_OF_ITS_OWN = (90, 100)  # the compressed branch, in the tables of `sizes`
-# What recomputes has the same sizes and the same `mma.sync` on every GPU, in 24 KiB of shared memory, and
-# takes 16 heads at a time, however many there are. It is compiled for the oldest GPU, and with the most dims
-# and heads; for one branch alone, with many heads.
-RECOMPUTED = {(80, "main"), (90, "main"), (90, "192/128"), (90, "float32"), (90, "128 wide heads")}
-RECOMPUTED_ONE = (90, "64 heads")
-# The main shape on every GPU; the others, 5 to 15 s each, on Hopper alone.
-CASES = [
-    *((90, name) for name in reversed(SHAPES) if name != "main"),
-    *((c, "main") for c in TARGETS),
-]
+
+
+def of_branch(branch: str) -> set[str]:
+    """The kernels of a branch that multiply matrices, but those that recompute."""
+    return {f"nsa_{branch}_{what}" for what in ("forward", "query_gradient", "key_gradients")}
+
+
+SELECTED, WINDOW = of_branch("selected"), of_branch("window")
+OF_TWO_BRANCHES = ("64 heads", "128 heads")  # compiled as operations of one branch, not as the whole
+# Where the forward has other registers with gradients than without. Elsewhere that without is compiled, which
+# ends in the gated sum and so needs more of them.
+BOTH_FORMS = ((90, "main"), (90, "192/128"), (100, "main"))
+# The kernels that a case compiles: all in the main shape on Hopper. Of another shape or GPU only those for
+# which `sizes` has another row there, which multiply by other instructions, or which come nearest to the
+# limits of a row in registers or shared memory. The compressed branch mostly has the tiles of the window:
+# then what its kernels need is known of the window's, which add the front of a range and lack wider ends and
+# segments. As measured, the compressed branch spilled at most 4 bytes more. What recomputes has the same
+# sizes and the same `mma.sync` on every GPU, and takes 16 heads at a time, however many there are.
+CASES: dict[tuple[int, str], set[str]] = {
+    (90, "128 wide heads"): SELECTED | WINDOW | {
+        *(f"nsa_native_recompute_{what}" for what in OF_ALL_AT_ONCE), "nsa_selected_recompute_key_gradients",
+    },
+    (90, "128 heads"): {"nsa_selected_query_gradient", "nsa_window_query_gradient"},
+    (90, "64 heads"): {
+        "nsa_selected_key_gradients", "nsa_window_key_gradients",
+        *(f"nsa_{x}_recompute_{what}" for x in ("selected", "window") for what in OF_ALL_AT_ONCE),
+    },
+    (90, "float32"): SELECTED | WINDOW | {
+        *(f"nsa_native_recompute_{what}" for what in OF_ALL_AT_ONCE), "nsa_selected_recompute_key_gradients",
+        "nsa_importance",
+    },
+    (90, "1 head"): SELECTED | WINDOW | {
+        "nsa_compressed_forward", "nsa_union_lists",
+        "nsa_sorted_pairs",  # here also for parts
+    },
+    (90, "4 heads"): WINDOW | {"nsa_compressed_forward", "nsa_selected_key_gradients", "nsa_importance"},
+    (90, "256"): SELECTED | WINDOW | {"nsa_importance", "nsa_gated_sum", "nsa_gate_gradients"},
+    (90, "192/128"): SELECTED | WINDOW | {"nsa_compressed_forward"},
+    (90, "main"): KERNELS,
+    (80, "main"): (WITHOUT_PRODUCTS - OF_A_SORT - OF_ITEMS) | {
+        "nsa_window_query_gradient", "nsa_window_key_gradients",  # the others have the sizes of an L4
+        "nsa_native_recompute_forward", "nsa_selected_recompute_key_gradients",
+    },
+    (89, "main"): SELECTED | WINDOW | {"nsa_importance"},
+    (100, "main"): SELECTED | WINDOW | {"nsa_compressed_forward", "nsa_importance"},
+    (120, "main"): (SELECTED | WINDOW | {"nsa_importance"}) - {"nsa_selected_key_gradients"},  # as on the L4
+}  # fmt: skip
 
 # Most bytes that a thread of a kernel may store to spill registers, by GPU and shape; kernels not named spill
 # nothing. As measured with Triton 3.8, its ptxas and the sizes of `tiles`.
 SPILLS: dict[tuple[int, str], dict[str, int]] = {
     (80, "main"): {
         "nsa_gate_gradients": 28,
-        "nsa_selected_key_gradients": 28,
     },
     (89, "main"): {
         "nsa_selected_key_gradients": 4,
@@ -147,7 +170,6 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
         "nsa_window_key_gradients": 28,
     },
     (120, "main"): {
-        "nsa_selected_key_gradients": 28,
         "nsa_window_key_gradients": 1184,
     },
     (90, "192/128"): {
@@ -165,10 +187,7 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (90, "1 head"): {
         "nsa_selected_forward": 112,
-        "nsa_selected_gradient_parts": 260,
         "nsa_selected_key_gradients": 56,
-        "nsa_selected_output_parts": 28,
-        "nsa_window_forward": 32,
         "nsa_window_query_gradient": 8,
     },
     (90, "float32"): {
@@ -178,18 +197,11 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (90, "64 heads"): {
         "nsa_selected_recompute_forward": 8,
-        "nsa_selected_forward": 24,
         "nsa_selected_key_gradients": 24,
-        "nsa_window_forward": 36,
         "nsa_window_key_gradients": 152,
-    },
-    (90, "128 heads"): {
-        "nsa_selected_key_gradients": 40,
-        "nsa_window_key_gradients": 1540,
     },
     (90, "128 wide heads"): {
         "nsa_selected_recompute_key_gradients": 8,
-        "nsa_window_recompute_key_gradients": 12,
         "nsa_selected_key_gradients": 112,
         "nsa_window_key_gradients": 2296,
     },
@@ -213,23 +225,24 @@ def operands(shape: Shape, length: int = LENGTH, kv_heads: int = 4) -> tuple[jax
     return array(length, heads, shape.key_dim), *keys, array(length, heads, 3)
 
 
-def everything(*operands):
-    """The whole operation without and with gradients, and the gated sum alone: together, all kernels."""
+def attend(*operands):
+    return attention.native_sparse_attention(*operands, config=CONFIG, implementation="triton")
 
-    def attend(*operands):
-        return attention.native_sparse_attention(*operands, config=CONFIG, implementation="triton")
 
+def gradients(*operands):
+    """Forward and backward of the whole operation, and of the gated sum alone."""
     out, pull_back = jax.vjp(attend, *operands)
     total, pull_back_gates = jax.vjp(lambda gates: attention.gated_sum(out, out, out, gates), operands[-1])
-    return attend(*operands), pull_back(out), total, pull_back_gates(out)
+    return pull_back(out), total, pull_back_gates(out)
 
 
-def with_gradients(query, _, __, key_slc, value_slc, key_win, value_win, ___):
-    """The selected and the window branch with their gradients.
+def everything(*operands):
+    """All kernels, some of the forward in two forms: without gradients it ends in the gated sum."""
+    return attend(*operands), gradients(*operands)
 
-    More heads change the sizes of tiles. Those of the compressed branch are then those of the window, and
-    its kernels are the same, so what these need with so many heads is known of both.
-    """
+
+def two_branches(query, _, __, key_slc, value_slc, key_win, value_win, ___):
+    """The selected and the window branch with their gradients, as operations of one branch."""
 
     def attend(query, *keys_values):
         key_slc, value_slc, key_win, value_win = keys_values
@@ -240,21 +253,6 @@ def with_gradients(query, _, __, key_slc, value_slc, key_win, value_win, ___):
     blocks = jnp.zeros((1, query.shape[1], key_slc.shape[2], CONFIG.num_selected_blocks), jnp.int32)
     out, pull_back = jax.vjp(attend, query, key_slc, value_slc, key_win, value_win)
     return pull_back(out)
-
-
-def known_of_others(capability: int, name: str) -> set[str]:
-    """Kernels of which another case tells what they need.
-
-    Those of the compressed branch are the window's where their tiles are.
-    """
-    known = set() if (capability, name) in RECOMPUTED else RECOMPUTING
-    if name in MANY_HEADS and (capability, name) != RECOMPUTED_ONE:
-        known = known | RECOMPUTING_ONE
-    if capability in (89, 100, 120) or name == "192/128":
-        known = known | WITHOUT_PRODUCTS  # as on an A100 and on Hopper, and as with other keys
-    if name in LIKE_WINDOW or capability not in HAS_ROWS_OF_ITS_OWN:
-        return known | COMPRESSED
-    return known
 
 
 def instructions(kernel: triton_kernels.Kernel, capability: int, name: str) -> list[str]:
@@ -275,13 +273,21 @@ def instructions(kernel: triton_kernels.Kernel, capability: int, name: str) -> l
 @pytest.mark.slow
 @pytest.mark.parametrize(("capability", "name"), CASES, ids=[f"{TARGETS[c]}-{s}" for c, s in CASES])
 def test_kernels_become_machine_code(capability, name):
-    program, kernels = (with_gradients, OF_TWO_BRANCHES) if name in MANY_HEADS else (everything, KERNELS)
-    # Both ways are started, so the deltas come from tiles.
-    kernels = kernels | OF_PARTS - {"nsa_selected_deltas"} if name in FEW_HEADS else kernels
-    known = known_of_others(capability, name)
-    found = triton_kernels.compiled(program, *operands(SHAPES[name]), capability=capability, but=known)
+    own, shape = CASES[capability, name], SHAPES[name]
+    known = (KERNELS | RECOMPUTING_ONE | (OF_PARTS if shape.heads <= 4 else set())) - own
 
-    assert {kernel.name for kernel in found} == kernels - known
+    def compiled(program, known):
+        return triton_kernels.compiled(program, *operands(shape), capability=capability, but=known)
+
+    if name in OF_TWO_BRANCHES:
+        found = compiled(two_branches, known)
+    elif (capability, name) in BOTH_FORMS:
+        found = compiled(everything, known)
+    else:
+        found = compiled(attend, known)
+        found += compiled(gradients, known | {kernel.name for kernel in found})
+
+    assert {kernel.name for kernel in found} == own
     allowed = SPILLS.get((capability, name), {})
     for kernel in found:  # shown if the test fails
         print(name, TARGETS[capability], kernel._replace(ptx=""))
@@ -301,29 +307,35 @@ def test_kernels_become_machine_code(capability, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("capability", "spilled"), [(90, 264), (100, 368)])
-def test_few_wide_heads_become_machine_code(capability, spilled):
+@pytest.mark.parametrize(
+    ("capability", "own", "spilled"),
+    [
+        # The forwards have the sizes of 16 heads, which are compiled above on Hopper.
+        (90, (SELECTED | WINDOW) - {"nsa_selected_forward", "nsa_window_forward"}, 264),
+        (100, (SELECTED | WINDOW) - {"nsa_selected_forward"}, 368),
+    ],
+    ids=["90", "100"],
+)
+def test_few_wide_heads_become_machine_code(capability, own, spilled):
     """Two heads of 256, as in Gemma 2: Blackwell has other sizes, and in the backward pass no parts."""
     shape = operands(Shape(2, 256, 256, "bfloat16"))
-    own = WITH_PRODUCTS - COMPRESSED - {"nsa_importance"}
 
-    found = triton_kernels.compiled(with_gradients, *shape, capability=capability, but=EVERY - own)
+    found = triton_kernels.compiled(two_branches, *shape, capability=capability, but=EVERY - own)
 
     assert {kernel.name for kernel in found} == own  # test_selected_in_parts has the parts on Hopper
     for kernel in found:
         assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[capability], kernel.name
         assert kernel.spill_bytes <= spilled, (kernel.name, kernel.spill_bytes)
-    traced = triton_compile.traced(with_gradients, *shape, capability=capability)
+    traced = triton_compile.traced(two_branches, *shape, capability=capability)
     assert ("nsa_selected_gradient_parts" in traced) == (capability == 90)
 
 
 def test_kernels_of_short_rows_become_machine_code():
-    """And what recomputes, where no branch has blocks."""
-    own = OF_SHORT_ROWS | {f"nsa_native_recompute_{what}" for what in OF_ALL_AT_ONCE}
+    found = triton_kernels.compiled(
+        everything, *operands(MAIN, 1024), capability=90, but=EVERY - OF_SHORT_ROWS
+    )
 
-    found = triton_kernels.compiled(everything, *operands(MAIN, 1024), capability=90, but=EVERY - own)
-
-    assert {kernel.name for kernel in found} == own
+    assert {kernel.name for kernel in found} == OF_SHORT_ROWS
     for kernel in found:
         assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[90], kernel.name
         assert kernel.spill_bytes == 0, kernel.name
@@ -354,7 +366,7 @@ def test_kernels_of_packed_rows_become_machine_code():
     ],
 )
 def test_probabilities_become_machine_code(capability, dtype, spilled):
-    """Of packed rows too; with 64 / 4 heads of 128 two programs share an SM of Hopper, three of the forward.
+    """Of packed rows, on Hopper of plain ones too, where two programs share an SM, three of the forward.
 
     Of the GPUs with little shared memory, which have the same sizes, one.
     """
@@ -362,20 +374,25 @@ def test_probabilities_become_machine_code(capability, dtype, spilled):
     ids = jax.ShapeDtypeStruct(query.shape[:2], jnp.int32)
     lse = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
     blocks = jax.ShapeDtypeStruct((*key.shape[:3], CONFIG.num_selected_blocks), jnp.int32)
+    main = (capability, dtype) == (90, "bfloat16")
 
     def targets(query, key, blocks, lse, ids):
         settings = dict(config=CONFIG, implementation="triton")
-        plain = attention.block_probabilities(query, key, reduce="max", **settings)
+        plain = attention.block_probabilities(query, key, reduce="max", **settings) if main else ()
         packed = attention.block_probabilities(query, key, segment_ids=ids, **settings)
         by_forward = attention.selected_probabilities(query, key, blocks, **settings)
         given = attention.selected_probabilities(query, key, blocks, lse=lse, **settings)
         return plain, packed, given, by_forward
 
-    known = {"nsa_union_lists", "nsa_selected_recompute_forward"}  # compiled above
-    found = triton_kernels.compiled(targets, query, key, blocks, lse, ids, capability=capability, but=known)
+    own = OF_PROBABILITIES | {"nsa_selected_forward"}
+    if capability != 90:  # what recomputes has the same code on every GPU
+        own -= {"nsa_selected_recompute_probabilities"}
+    found = triton_kernels.compiled(
+        targets, query, key, blocks, lse, ids, capability=capability, but=EVERY - own
+    )
 
-    assert {kernel.name for kernel in found} == OF_PROBABILITIES | {"nsa_selected_forward"}
-    assert len(found) == 7
+    assert {kernel.name for kernel in found} == own
+    assert len(found) == len(own) + 2 * main  # plain rows and packed ones differ in two kernels
     for kernel in found:
         assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[capability]
         assert kernel.spill_bytes <= spilled, kernel._replace(ptx="")
