@@ -256,7 +256,7 @@ def check_one_token() -> float:
     return worst
 
 
-CHECKS = {  # the other two cases are finite but for a few numbers
+CHECKS = {  # "consecutive" and "packed" only with some numbers that are not finite, by the same kernels
     **{f"case {name}": partial(check_case, name) for name in ("anywhere", "many keys")},
     "not finite, consecutive": lambda: check_not_finite("consecutive"),
     "not finite, packed": lambda: check_not_finite("packed"),
