@@ -9,12 +9,12 @@ from nsa_jax.layout import slots
 
 
 class TokenTable(nnx.Module):
-    """Keeps its tokens as the keys of a `DenseCache`. From the token `not_finite` on, logits are NaN."""
+    """Keeps its tokens as the keys of a `DenseCache`."""
 
-    def __init__(self, vocab_size, seed=0, not_finite=None):
+    def __init__(self, vocab_size, seed=0):
         table = np.random.default_rng(seed).standard_normal((64, vocab_size))
         self.table = nnx.Param(jnp.asarray(table))
-        self.vocab_size, self.not_finite = vocab_size, not_finite
+        self.vocab_size = vocab_size
 
     def init_cache(self, batch, max_length):
         sizes = dict(num_kv_heads=1, key_dim=1, value_dim=1)
@@ -35,8 +35,4 @@ class TokenTable(nnx.Module):
         numbers = jnp.arange(key.shape[1], dtype=jnp.int32)
         seen = numbers <= place[..., None]
         total = jnp.where(seen, (key[:, None, :, 0, 0].astype(jnp.int32) + 1) * (numbers + 1), 0).sum(axis=2)
-        logits = self.table[...][total % 64]
-        if self.not_finite is not None:
-            spoilt = (seen & (key[:, None, :, 0, 0] == self.not_finite)).any(axis=2)
-            logits = jnp.where(spoilt[..., None], jnp.nan, logits)
-        return logits, cache
+        return self.table[...][total % 64], cache
