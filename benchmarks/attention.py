@@ -119,6 +119,10 @@ class Run(records.Run):
         operation, implementation, mode, _, shape = variant
         if operation in records.DENSE.values() and shape.length > self.options.dense_up_to:
             return f"longer than --dense-up-to {self.options.dense_up_to}"
+        if implementation in records.COMPARED:
+            if operation != "selected_attention":
+                return f"{implementation} is there for selected_attention alone"
+            implementation = records.COMPARED[implementation][0]  # whose limits it has
         return programs.refusal(operation, implementation, mode, shape)
 
     def _judge(self, variants: Iterable[Variant]) -> None:

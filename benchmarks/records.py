@@ -29,7 +29,7 @@ DENSE = {
 }
 # Modules of this package with a selected attention to compare ours with: the implementation of ours whose
 # limits are theirs, and the modes that they have.
-COMPARED = {"one_token": ("triton", ("fwd", "bwd", "fwd_bwd"))}
+COMPARED = {"one_token": ("triton", ("fwd",))}
 MEASURED = (*dispatch.IMPLEMENTATIONS, *COMPARED)
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Names the commit where the tree is a copy without git; `python -m benchmarks.report --commit` sets it.
