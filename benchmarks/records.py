@@ -28,7 +28,7 @@ DENSE = {
     "layer": "dense_layer",
 }
 # Modules of this package with a selected attention to compare ours with: the implementation of ours whose
-# limits are theirs, and the modes that they have.
+# limits are theirs, and the modes that `programs.refusal` lets pass. `benchmarks.attention` measures all.
 COMPARED = {"one_token": ("triton", ("fwd",))}
 MEASURED = (*dispatch.IMPLEMENTATIONS, *COMPARED)
 ROOT = pathlib.Path(__file__).resolve().parent.parent
