@@ -93,16 +93,20 @@ def _backward(config, settings, residuals, cotangents):
     *operands, out, lse = residuals
     d_out, d_lse = cotangents
     delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1) - d_lse
-    given = lse, delta, d_out
-    d_query = query_gradient(*operands, *given, config=config, settings=settings)
-    return d_query, *key_gradients(*operands, *given, config=config, settings=settings), None
+    given = *operands, lse, delta, d_out
+    return (
+        query_gradient(given, config, settings),
+        *key_gradients(given, config, settings),
+        None,
+    )
 
 
 _selected_attention.defvjp(_forward, _backward)
 
 
-def query_gradient(query, key, value, block_indices, lse, delta, d_out, *, config, settings):
+def query_gradient(given, config, settings):
     """Gradient of the queries; `delta` is `out . d_out - d_lse` of each row."""
+    query, key, value, block_indices, lse, delta, d_out = given
     num_warps, num_stages = settings.query
     return launch(
         one_token_query_gradient_kernel, query, *_tiles(key, value, config), block_indices, lse, delta, d_out,
@@ -112,8 +116,9 @@ def query_gradient(query, key, value, block_indices, lse, delta, d_out, *, confi
     )  # fmt: skip
 
 
-def key_gradients(query, key, value, block_indices, lse, delta, d_out, *, config, settings):
+def key_gradients(given, config, settings):
     """Gradients of the keys and of the values, with the lists of tokens that they need."""
+    query, key, value, block_indices, lse, delta, d_out = given
     batch, num_queries = query.shape[:2]
     num_keys, block = key.shape[1], config.selection_block_size
     placement = layout.place(config, batch=batch, num_queries=num_queries, num_keys=num_keys)
