@@ -250,12 +250,20 @@ def test_a_row_whose_hook_excludes_all_tokens_says_so(model):
 
 
 def test_values_of_options_share_programs(model):
-    """Also numbers of stop sequences, and of their tokens, up to the same power of two."""
+    """Also numbers of stop sequences, and of their tokens, up to the same power of two.
+
+    `_cache_size` would count arrays of NumPy and of JAX apart, though they share a program, too.
+    """
     told(begun(model, **NOTHING), 3)
     told(begun(model, stop=[[1, 2, 3], [4], [5, 6]], eos_id=[3, 4], **HOT), 3)
     programs = session._advance._cache_size()
 
-    told(begun(model, **EACH["all"]), 3)
+    told(
+        begun(
+            model, **EACH["temperature"] | dict(top_k=np.array([1, 11, 3]), min_p=np.array([0.9, 0.0, 0.2]))
+        ),
+        3,
+    )
     told(begun(model, stop=[[5, 6, 7, 8], [1, 2], [3], [9]], eos_id=[1, 2], temperature=0.5), 3)
 
     assert session._advance._cache_size() == programs
