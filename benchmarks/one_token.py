@@ -5,7 +5,7 @@ matrix product. Tiles are loaded as in our kernels, so only the schedule differs
 
 * Forward, grid = (T, B K): one program per query token and KV head. It reads the token's blocks one after the
   other and attends with the token's heads.
-* Gradient of the queries, grid = (T, B K): the same.
+* Gradient of the queries, grid = (T, B K): programs and loop as in the forward.
 * Gradients of keys and values, grid = (items,): an item is up to `item` of the tokens that selected one block
   of a KV head. A program holds the block with both gradients, and goes through the tokens one by one. Lists
   of tokens and sums over items are those of our kernels (`items`, `join_items`); there are no atomics.
@@ -94,18 +94,14 @@ def _backward(config, settings, residuals, cotangents):
     d_out, d_lse = cotangents
     delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1) - d_lse
     given = *operands, lse, delta, d_out
-    return (
-        query_gradient(given, config, settings),
-        *key_gradients(given, config, settings),
-        None,
-    )
+    return query_gradient(given, config, settings), *key_gradients(given, config, settings), None
 
 
 _selected_attention.defvjp(_forward, _backward)
 
 
 def query_gradient(given, config, settings):
-    """Gradient of the queries; `delta` is `out . d_out - d_lse` of each row."""
+    """Gradient of the queries; `delta`, `[B, T, N]`, is `out . d_out - d_lse` of each row."""
     query, key, value, block_indices, lse, delta, d_out = given
     num_warps, num_stages = settings.query
     return launch(

@@ -258,12 +258,8 @@ def test_values_of_options_share_programs(model):
     told(begun(model, stop=[[1, 2, 3], [4], [5, 6]], eos_id=[3, 4], **HOT), 3)
     programs = session._advance._cache_size()
 
-    told(
-        begun(
-            model, **EACH["temperature"] | dict(top_k=np.array([1, 11, 3]), min_p=np.array([0.9, 0.0, 0.2]))
-        ),
-        3,
-    )
+    other = NOTHING | dict(temperature=np.array([0.5, 0.0, 3.0]), min_p=np.array([0.9, 0.0, 0.2]))
+    told(begun(model, **other), 3)
     told(begun(model, stop=[[5, 6, 7, 8], [1, 2], [3], [9]], eos_id=[1, 2], temperature=0.5), 3)
 
     assert session._advance._cache_size() == programs
