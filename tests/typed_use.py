@@ -6,6 +6,7 @@
 # (jax.numpy annotates its own functions in part only)
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import assert_type
 
 import jax
@@ -154,21 +155,23 @@ class Letters:
         return "".join(chr(ord("a") + token % 26) for token in ids)
 
 
+MODEL = TransformerConfig(
+    vocab_size=32,
+    num_layers=1,
+    model_dim=64,
+    num_heads=4,
+    num_kv_heads=2,
+    nsa=CONFIG,
+    attention=("nsa",),
+    window_size=[None],
+    rope_base=(1e4,),
+)
+
+
 def language_model() -> None:
-    """A model, and the text that it writes."""
-    config = TransformerConfig(
-        vocab_size=32,
-        num_layers=1,
-        model_dim=64,
-        num_heads=4,
-        num_kv_heads=2,
-        nsa=CONFIG,
-        attention=("nsa",),
-        window_size=[None],
-        rope_base=(1e4,),
-    )
-    assert_type(config.per_layer, tuple[TransformerConfig, ...])
-    model = Transformer(config, rngs=nnx.Rngs(0))
+    """A model, and its losses."""
+    assert_type(MODEL.per_layer, tuple[TransformerConfig, ...])
+    model = Transformer(MODEL, rngs=nnx.Rngs(0))
     prompts = jnp.ones((1, 5), jnp.int32)
     assert_type(model(prompts), jax.Array)
     assert_type(model(prompts, distil="selected"), tuple[jax.Array, jax.Array])
@@ -180,10 +183,6 @@ def language_model() -> None:
     assert_type(token_losses(*outputs, targets), jax.Array)
     assert_type(token_divergences(*outputs, *outputs), jax.Array)
     assert_type(model.inspect(prompts), list[Selection])
-    recall = block_recall(model, prompts)
-    assert_type(recall, BlockRecall)
-    pairs = TokenPairs(names=[1], values=[2, 3])
-    assert_type(find_needles(model, pairs, jnp.ones(9, jnp.int32), lengths=[8]), Needles)
     caches = model.init_cache(1, 8)
     assert_type(caches, tuple[NSACache | DenseCache, ...])
     logits, caches = model.prefill(prompts, caches)
@@ -191,6 +190,23 @@ def language_model() -> None:
     assert_type(
         model.decode_step(prompts[:, :1], caches), tuple[jax.Array, tuple[NSACache | DenseCache, ...]]
     )
+    assert_type(truncate(logits, top_k=3), jax.Array)
+    keys = jax.random.split(jax.random.key(0), logits.shape[0])
+    assert_type(sample(logits, keys), jax.Array)
+
+
+def evaluation() -> None:
+    """What a model finds."""
+    model = Transformer(MODEL, rngs=nnx.Rngs(0))
+    assert_type(block_recall(model, jnp.ones((1, 5), jnp.int32)), BlockRecall)
+
+
+def written_text() -> None:
+    """The text that a model writes, here a dense one, which compiles in less time."""
+    model = Transformer(replace(MODEL, attention="dense"), rngs=nnx.Rngs(0))
+    prompts = jnp.ones((1, 5), jnp.int32)
+    pairs = TokenPairs(names=[1], values=[2, 3])
+    assert_type(find_needles(model, pairs, jnp.ones(9, jnp.int32), lengths=[8]), Needles)
     text = generate(model, prompts, max_new_tokens=3)
     assert_type(text, Generation)
     assert_type(text.tokens, jax.Array)
@@ -214,13 +230,19 @@ def language_model() -> None:
         assert_type(written, Written)
         assert_type(written.tokens, list[int])
     assert_type(batcher.step(), bool)
-    assert_type(truncate(logits, top_k=3), jax.Array)
-    keys = jax.random.split(jax.random.key(0), logits.shape[0])
-    assert_type(sample(logits, keys), jax.Array)
 
 
-PARTS: tuple[Callable[[], None], ...] = (operations, choice, conversions, layers, language_model)
+# Traced alone, which takes no compiler.
+TRACED: tuple[Callable[[], None], ...] = (
+    operations,
+    choice,
+    layers,
+    language_model,
+)
+RUN: tuple[Callable[[], None], ...] = (conversions, evaluation, written_text)
 
 if __name__ == "__main__":
-    for part in PARTS:
+    for part in TRACED:
+        jax.eval_shape(part)
+    for part in RUN:
         part()
