@@ -65,10 +65,10 @@ def values_and_gradients(positions, segment_ids, cotangents, *operands):
 
 
 def drawn():
-    operands = tuple(map(jnp.asarray, CASE.draw()))
+    """NumPy arrays: JAX compiles a program for each shape to divide what lies on one device."""
     shapes = ((2, 24, 4, 3), (2, 24, 4, 3), (2, 24, 4))
-    cotangents = tuple(jnp.asarray(random(*shape, seed=i)) for i, shape in enumerate(shapes))
-    return jnp.asarray(CASE.query_positions), jnp.asarray(CASE.segment_ids), cotangents, *operands
+    cotangents = tuple(random(*shape, seed=i) for i, shape in enumerate(shapes))
+    return CASE.query_positions, CASE.segment_ids, cotangents, *CASE.draw()
 
 
 @functools.cache
@@ -91,17 +91,18 @@ def operations() -> None:
 
 
 def indexer() -> None:
-    """Scores with their gradients, and selections; rows alone split a head of keys for all KV heads."""
-    for key_heads in (1, 2):
-        _indexer(key_heads)
+    """Scores with their gradients, and selections; rows alone split a head of keys for all KV heads.
 
-
-def _indexer(key_heads: int) -> None:
+    Such a head does what equal heads do, and its gradient is the sum of theirs.
+    """
     positions, segment_ids, *_ = drawn()
-    shapes = (2, 24, 2, 3, 4), (2, 24, key_heads, 4), (2, 24, 2, 3)
-    query, key, weights = (random(*shape, seed=i) for i, shape in enumerate(shapes))
-    cotangent = random(2, 24, 2, 4, seed=3)
+    query, keys, weights, cotangent = (
+        random(*shape, seed=i)
+        for i, shape in enumerate(((2, 24, 2, 3, 4), (2, 24, 2, 4), (2, 24, 2, 3), (2, 24, 2, 4)))
+    )
+    key = keys[:, :, :1]
 
+    @jit
     def run(positions, segment_ids, query, key, weights, cotangent):
         shared = dict(config=OVERLAPPING, query_positions=positions, segment_ids=segment_ids)
 
@@ -110,16 +111,17 @@ def _indexer(key_heads: int) -> None:
 
         scores, pull_back = jax.vjp(score, query, key, weights)
         blocks = attention.select_by_index(query, key, weights=weights, **shared)
-        return scores, pull_back(cotangent), blocks, attention.top_blocks(scores, **shared)
+        return (scores, blocks, attention.top_blocks(scores, **shared)), pull_back(cotangent)
 
-    arrays = positions, segment_ids, query, key, weights, cotangent
-    by_heads = [put(x, "data", None, None if x is key and key_heads == 1 else "tensor") for x in arrays]
-    found = jit(run)(*by_heads)
-    agree(found, jit(run)(*arrays))
-    assert {x.sharding.spec for x in jax.tree.leaves((found[0], found[2:]))} == {
-        P("data", None, "tensor", None)
-    }
-    assert found[1][1].sharding.spec == P("data", None, None if key_heads == 1 else "tensor", None)
+    for given, equal, by_heads in ((keys, keys, "tensor"), (key, key.repeat(2, axis=2), None)):
+        arrays = positions, segment_ids, query, given, weights, cotangent
+        found = run(*(put(x, "data", None, by_heads if x is given else "tensor") for x in arrays))
+        values, (d_query, d_key, d_weights) = run(positions, segment_ids, query, equal, weights, cotangent)
+        if given is key:
+            d_key = np.sum(d_key, axis=2, keepdims=True)
+        agree(found, (values, (d_query, d_key, d_weights)))
+        assert set(specs(found[0])) == {P("data", None, "tensor", None)}
+        assert found[1][1].sharding.spec == P("data", None, by_heads, None)
 
 
 def eager_calls() -> None:
@@ -128,18 +130,19 @@ def eager_calls() -> None:
     It needs no mesh in context.
     """
     positions, segment_ids, _, query, *others = drawn()
-    given = dict(config=OVERLAPPING, query_positions=positions, segment_ids=segment_ids)
+    at = dict(query_positions=jnp.asarray(positions), segment_ids=jnp.asarray(segment_ids))
+    given = dict(config=OVERLAPPING, **at)
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
     query_on_mesh = put(query, "data", None, "tensor")
     for turn in range(2):
         compiled.clear()
         with jax.set_mesh(mesh):
-            found = attention.native_sparse_attention(query_on_mesh, *map(np.asarray, others), **given)
+            found = attention.native_sparse_attention(query_on_mesh, *others, **given)
         assert any("backend_compile" in event for event in compiled) == (turn == 0)
     assert specs(found) == [P("data", None, "tensor", None)]
     agree(found, whole()[0][0])
-    outside = attention.native_sparse_attention(query_on_mesh, *map(np.asarray, others), **given)
+    outside = attention.native_sparse_attention(query_on_mesh, *others, **given)
     assert specs(outside) == specs(found)
     agree(outside, found)
 
