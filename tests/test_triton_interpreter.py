@@ -12,7 +12,6 @@ import pytest
 
 WHERE = "installed by `tox -e test`; not a dependency of nsa_jax"
 pytest.importorskip("jax_triton", reason=f"needs jax-triton, {WHERE}", exc_type=ImportError)
-pytest.importorskip("torch", reason="the interpreter runs on torch, installed by `tox -e test`")
 
 # Every check that a program must report; a dropped one fails. The longest program comes first, or the other
 # workers would wait for it at the end.

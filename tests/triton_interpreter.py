@@ -22,7 +22,6 @@ import fewer_collections  # noqa: F401
 import jax
 import jax_triton
 import numpy as np
-import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -105,17 +104,30 @@ def _run_together(run: Callable[[], object], places: list[tuple[int, int, int]])
         running = [each for each in running if not each.ended]
 
 
+class _Memory:
+    """An array as an operand of a kernel, which Triton takes from PyTorch only."""
+
+    def __init__(self, array: np.ndarray):
+        self.array, self.dtype = array, array.dtype
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+
 class _GridExecutor(interpreter.GridExecutor):
-    """Triton's own runs each program to its end, also one that waits for another."""
+    """Triton's own runs each program to its end, also one that waits for another, and wants PyTorch."""
 
     def __call__(self, *args, **constants):
-        if "wait_for" not in self.fn.__globals__:
-            return super().__call__(*args, **constants)
         args = inspect.getcallargs(self.fn, *args, **constants)
         args = {k: x if k in self.constexprs else interpreter._implicit_cvt(x) for k, x in args.items()}
         interpreter._patch_lang(self.fn)
         interpreter.interpreter_builder.set_grid_dim(*self.grid)
-        _run_together(lambda: self.fn(**args), list(itertools.product(*map(range, self.grid))))
+        places = list(itertools.product(*map(range, self.grid)))
+        if "wait_for" in self.fn.__globals__:
+            return _run_together(lambda: self.fn(**args), places)
+        for place in places:
+            interpreter.interpreter_builder.set_grid_idx(*place)
+            self.fn(**args)
 
 
 def triton_call(*operands, kernel, out_type, grid, input_output_aliases, **constants):
@@ -127,7 +139,7 @@ def triton_call(*operands, kernel, out_type, grid, input_output_aliases, **const
 
     def run(*arrays):
         arrays = iter(arrays)
-        inputs = [None if x is None else torch.from_numpy(np.array(next(arrays))) for x in operands]
+        inputs = [None if x is None else np.array(next(arrays)) for x in operands]
         given = [x for x in inputs if x is not None]  # aliases count these
         changed = {result: given[i] for i, result in input_output_aliases.items()}
         assert sorted(changed) == list(range(len(shapes) - len(changed), len(shapes))), "in place is last"
@@ -135,17 +147,18 @@ def triton_call(*operands, kernel, out_type, grid, input_output_aliases, **const
         whole = (*grid, 1, 1)[:3]
         if all(whole):
             with _ONE_AT_A_TIME:
-                kernel[whole](*inputs, *outputs, **constants)
-        return [x.numpy() for x in (*outputs, *(changed[i] for i in sorted(changed)))]
+                memory = [None if x is None else _Memory(x) for x in (*inputs, *outputs)]
+                kernel[whole](*memory, **constants)
+        return [*outputs, *(changed[i] for i in sorted(changed))]
 
     structs = [jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in shapes]
     return tree.unflatten(jax.pure_callback(run, structs, *present))
 
 
-def _poisoned(shape: jax.ShapeDtypeStruct) -> torch.Tensor:
+def _poisoned(shape: jax.ShapeDtypeStruct) -> np.ndarray:
     dtype = np.dtype(shape.dtype)
     poison = np.nan if dtype.kind == "f" else np.iinfo(dtype).min + 85  # low bits, which may be flags, too
-    return torch.from_numpy(np.full(shape.shape, poison, dtype))
+    return np.full(shape.shape, poison, dtype)
 
 
 @contextlib.contextmanager
