@@ -90,7 +90,7 @@ def inputs(case: Case):
     """Operands, placement, cotangents, weight, and the gradient of the queries to add to."""
     random = np.random.default_rng(len(str(case)))
     runs = [[i for i, n in row for _ in range(n)] for row in PACKED[: case.batch]]
-    segment_ids = jnp.asarray(runs, jnp.int32) if case.packed else None
+    segment_ids = np.asarray(runs, np.int32) if case.packed else None
     positions = np.arange(case.num_keys)
     if case.positions == "shuffled":
         positions = np.where(random.random(27) < 0.2, -1, random.permutation(case.num_keys)[:27])
@@ -102,16 +102,17 @@ def inputs(case: Case):
         positions = positions[-1:]
     neighbours = case.positions in ("all", "last", "one")
     known = Runs((Run(len(positions), int(positions[0])),)) if neighbours else None
-    positions = jnp.asarray(np.tile(positions, (case.batch, 1)), jnp.int32)
+    positions = np.tile(positions, (case.batch, 1)).astype(np.int32)
     config = NSAConfig(
         compression_block_size=16, compression_stride=16, selection_block_size=case.block,
         num_selected_blocks=case.slots, num_initial_blocks=0, num_local_blocks=1,
     )  # fmt: skip
     num_queries = positions.shape[1]
-    placed = place(
-        config, batch=case.batch, num_queries=num_queries, num_keys=case.num_keys, segment_ids=segment_ids,
-        query_positions=positions if known is None else known,
+    placing = functools.partial(
+        place, config, batch=case.batch, num_queries=num_queries, num_keys=case.num_keys,
+        segment_ids=segment_ids, query_positions=positions if known is None else known,
     )  # fmt: skip
+    placed = jax.jit(placing)()
     blocks = -(-case.num_keys // case.block)
     indices = np.full((case.batch, num_queries, case.kv_heads, case.slots), -1, np.int32)
     position = np.asarray(placed.position)
@@ -127,14 +128,14 @@ def inputs(case: Case):
         indices[:, 8:24] = -1
 
     def normal(*shape):
-        return jnp.asarray(random.standard_normal(shape).astype(np.float32))
+        return jax.device_put(random.standard_normal(shape).astype(np.float32))
 
     rows = (case.batch, num_queries, case.heads * case.kv_heads)
     query, d_out = normal(*rows, case.key_dim), normal(*rows, case.value_dim)
     key, value = (normal(case.batch, case.num_keys, case.kv_heads, x) for x in (case.key_dim, case.value_dim))
-    weight = jnp.asarray(random.uniform(size=rows).astype(np.float32)) if case.weighted else None
+    weight = jax.device_put(random.uniform(size=rows).astype(np.float32)) if case.weighted else None
     previous = normal(*rows, case.key_dim) if case.previous else None
-    operands = (query, key, value, jnp.asarray(indices))
+    operands = (query, key, value, jax.device_put(indices))
     return operands, placed, (d_out, normal(*rows)), weight, previous
 
 
@@ -314,7 +315,8 @@ def check_lists(case: Case) -> None:
     with interpreted():
         lists = jax.jit(lambda: union_lists(indices, placed, case.num_keys, tokens=tokens))()
     lists = jax.tree.map(np.asarray, lists)
-    rows = np.where(placed.position >= 0, placed.sequence_start + placed.position, -1)
+    position, sequence_start = np.asarray(placed.position), np.asarray(placed.sequence_start)
+    rows = np.where(position >= 0, sequence_start + position, -1)
     assert (rows == lists.rows).all()
     starts = np.asarray(placed.sequence_start)[:, :, None, None] + np.asarray(indices) * case.block
     starts = np.where((np.asarray(indices) >= 0) & (starts <= rows[:, :, None, None]), starts, -1)
@@ -439,15 +441,13 @@ def check_parts(case: Case) -> None:
             mine = slice(k * case.heads, (k + 1) * case.heads)
             more = 0 if previous is None else np.asarray(previous, np.float64)[b, t, mine]
             expected[b, t, mine] = total + more
+        add = jax.jit(lambda *arrays: add_query_parts(*arrays, indices, placed, previous))
         with interpreted():
-            found = add_query_parts(
-                jnp.asarray(before), jnp.asarray(parts.reshape(lanes, -1, padded, dim)),
-                jnp.asarray(first, jnp.int32), indices, placed, previous,
-            )  # fmt: skip
+            found = add(before, parts.reshape(lanes, -1, padded, dim), np.asarray(first, np.int32))
         np.testing.assert_allclose(found, expected, rtol=0, atol=2 * case.slots * EPS * 4)
-    out = jnp.asarray(random.standard_normal(d_out.shape), jnp.float32)
+    out = random.standard_normal(d_out.shape).astype(np.float32)
     with interpreted():
-        products, delta = row_deltas(Backward(out, d_lse, d_out, d_lse, weight))
+        products, delta = jax.jit(row_deltas)(Backward(out, d_lse, d_out, d_lse, weight))
     exact = (np.asarray(out, np.float64) * np.asarray(d_out)).sum(-1)
     np.testing.assert_allclose(products, exact, rtol=0, atol=out.shape[-1] * EPS * 8)
     exact = exact * (1 if weight is None else np.asarray(weight)) - np.asarray(d_lse)

@@ -65,22 +65,22 @@ def draw(case: Case, seed: int = 0):
     batch, heads = len(case.lengths), case.num_kv_heads
 
     def normal(length, num_heads, dim):
-        return jnp.asarray(rng.standard_normal((batch, length, num_heads, dim)), jnp.float32)
+        return rng.standard_normal((batch, length, num_heads, dim)).astype(np.float32)
 
     held = cache.init_dense_cache(
         batch, case.max_length, num_kv_heads=heads, key_dim=case.key_dim, value_dim=case.value_dim,
         dtype=case.kept, window_size=case.window_size,
     )  # fmt: skip
-    lengths = jnp.asarray(case.lengths, jnp.int32)
-    slot = jnp.arange(held.key.shape[1])[None, :, None, None]
+    lengths = np.asarray(case.lengths, np.int32)
+    slot = np.arange(held.key.shape[1])[None, :, None, None]
     there = slot < lengths[:, None, None, None]
     shapes = dict(key=held.key.shape[1:], value=held.value.shape[1:])
-    filled = {name: jnp.where(there, normal(*shape), jnp.nan) for name, shape in shapes.items()}
+    filled = {name: np.where(there, normal(*shape), np.float32(np.nan)) for name, shape in shapes.items()}
     if case.kept == "int8":
         filled = fields({name: quantised(x, jnp.int8) for name, x in filled.items()})
     held = held._replace(**filled, lengths=lengths)
     dims = ((case.num_heads, case.key_dim), (heads, case.key_dim), (heads, case.value_dim))
-    return held, *(normal(case.num_new, *dim) for dim in dims)
+    return jax.device_put((held, *(normal(case.num_new, *dim) for dim in dims)))
 
 
 def number_of(case: Case):
@@ -92,17 +92,22 @@ def by_kernels(case: Case, operands):
     """The step by the kernels in pieces of the case's sizes."""
     held, query, *_ = operands
     sizes = dense_step.sizes_of_dense_step(held, query)._replace(**dict(case.sizes))
-    with interpreted():
-        step = dense_step.dense_decode_step(
+
+    @jax.jit
+    def step(*operands):
+        return dense_step.dense_decode_step(
             *operands, number_of(case), case.window_size, case.key_dim**-0.5, sizes=sizes
         )
-        return cache.DenseStep(*jax.block_until_ready(step))
+
+    with interpreted():
+        return cache.DenseStep(*jax.block_until_ready(step(*operands)))
 
 
 def oracle(case: Case, held: cache.DenseCache, query, key, value) -> cache.DenseStep:
     """The step, token by token and head by head."""
     arrays = {name: None if x is None else np.array(x) for name, x in held._asdict().items()}
     keys, lengths, overflowed = (arrays[name] for name in ("key", "lengths", "overflowed"))
+    query, key, value = map(np.asarray, (query, key, value))
     out = np.zeros((*query.shape[:3], case.value_dim))
     window, size = case.window_size or case.max_length, keys.shape[1]
     full = case.window_size is None or size < window
@@ -114,11 +119,11 @@ def oracle(case: Case, held: cache.DenseCache, query, key, value) -> cache.Dense
         for t, n in np.ndindex(number, case.num_heads):
             head, at = n * case.num_kv_heads // case.num_heads, length + t
             for name, token in zip(NAMES, (key, value), strict=True):
-                decode_by_loops.store(arrays, name, (b, at % size), np.asarray(token[b, t]))
+                decode_by_loops.store(arrays, name, (b, at % size), token[b, t])
             kept = cache.DenseCache(**arrays)
             keys, values = (decode_by_loops.read(kept, name) for name in NAMES)
             slots = np.arange(max(at - window + 1, 0), at + 1) % size
-            logits = keys[b, slots, head].astype(float) @ np.float64(query[b, t, n]) * case.key_dim**-0.5
+            logits = keys[b, slots, head].astype(float) @ query[b, t, n].astype(float) * case.key_dim**-0.5
             weights = np.exp(logits - logits.max())
             out[b, t, n] = weights @ values[b, slots, head] / weights.sum()
     return cache.DenseStep(out, cache.DenseCache(**arrays))
