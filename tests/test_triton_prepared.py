@@ -113,10 +113,10 @@ def test_the_loop_of_two_that_divide_the_heads_copies_no_weights():
 @pytest.mark.slow
 def test_xla_copies_those_of_a_model_that_is_not_prepared():
     """Otherwise the test above would prove nothing, and `prepare` would not be needed."""
-    joined = 256 + 4 * 128 + 64 + 64  # queries, keys and values, gate, index keys
+    joined = 256 + 4 * 128 + 64 + 2 * 64 + 64  # queries, keys and values, gate, index queries and keys
     inner = 688
 
-    found = in_loops(join=False, by="triton")
+    found = in_loops(join=False)
 
     assert sorted(found) == [
         ("concatenate", (WIDTH, joined)),

@@ -233,12 +233,7 @@ def written_text() -> None:
 
 
 # Traced alone, which takes no compiler.
-TRACED: tuple[Callable[[], None], ...] = (
-    operations,
-    choice,
-    layers,
-    language_model,
-)
+TRACED: tuple[Callable[[], None], ...] = (operations, choice, layers, language_model)
 RUN: tuple[Callable[[], None], ...] = (conversions, evaluation, written_text)
 
 if __name__ == "__main__":
