@@ -96,10 +96,8 @@ def indexer() -> None:
     Such a head does what equal heads do, and its gradient is the sum of theirs.
     """
     positions, segment_ids, *_ = drawn()
-    query, keys, weights, cotangent = (
-        random(*shape, seed=i)
-        for i, shape in enumerate(((2, 24, 2, 3, 4), (2, 24, 2, 4), (2, 24, 2, 3), (2, 24, 2, 4)))
-    )
+    shapes = (2, 24, 2, 3, 4), (2, 24, 2, 4), (2, 24, 2, 3), (2, 24, 2, 4)
+    query, keys, weights, cotangent = (random(*shape, seed=i) for i, shape in enumerate(shapes))
     key = keys[:, :, :1]
 
     @jit
@@ -130,8 +128,8 @@ def eager_calls() -> None:
     It needs no mesh in context.
     """
     positions, segment_ids, _, query, *others = drawn()
-    at = dict(query_positions=jnp.asarray(positions), segment_ids=jnp.asarray(segment_ids))
-    given = dict(config=OVERLAPPING, **at)
+    positions, segment_ids = jnp.asarray(positions), jnp.asarray(segment_ids)
+    given = dict(config=OVERLAPPING, query_positions=positions, segment_ids=segment_ids)
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
     query_on_mesh = put(query, "data", None, "tensor")

@@ -1,6 +1,7 @@
-"""Makes Triton's interpreter faster, with the same results: it does once what it does at each operation.
+"""Makes Triton's interpreter faster, with the same results.
 
-`triton_interpreter` imports it. The interpreter spends its time in Python, on the types of small arrays.
+The interpreter spends its time in Python, on the types of small arrays. Here they are made once, and operands
+of one common type go straight to NumPy; all others take Triton's way. `triton_interpreter` imports this file.
 """
 
 import dataclasses
@@ -20,8 +21,8 @@ _choose, _convert = TritonSemantic.where, TritonSemantic.to_tensor
 _patch_language = interpreter._patch_lang
 _patched: list = []  # modules
 _np_dtypes: dict = {}
-_block_types: dict = {}
-_types: dict = {}
+_block_types: dict = {}  # attributes of a type, by name and shape
+_blocks: dict = {}  # type, shape and size of a tensor, by name and shape
 _seen: set = set()
 _COMMON = {"int32": np.int32, "int64": np.int64, "fp32": np.float32}  # types of nearly all operands
 
@@ -32,7 +33,7 @@ def patch_language(function) -> object:
         modules = [x for x in function.__globals__.values() if inspect.ismodule(x) and x in (tl, tl.core)]
         if any(x not in _patched for x in modules):
             _patch_language(function)
-            if not _patched:
+            if not _patched:  # Triton's own have replaced those of `tl.tensor` just now
                 _install_operators()
             _patched.extend(modules)
         _seen.add(function)
@@ -88,9 +89,9 @@ def _make(data: np.ndarray, dtype: tl.dtype, is_block: bool) -> tl.tensor:
     made.handle, made.dtype = handle, dtype
     if is_block:
         key = dtype.name, data.shape
-        known = _types.get(key)
+        known = _blocks.get(key)
         if known is None:
-            known = _types[key] = tl.block_type(dtype, [*data.shape]), *_shape(*data.shape)
+            known = _blocks[key] = tl.block_type(dtype, [*data.shape]), *_shape(*data.shape)
         made.type, made.shape, made.numel = known
     else:
         made.type, (made.shape, made.numel) = dtype, _SCALAR
