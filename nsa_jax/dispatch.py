@@ -82,9 +82,10 @@ class Operations(Protocol):
         ...
 
     def block_scores(
-        self, query_index: Array, key_index: Array, weights: Array | None, placement: Placement, scale: float
-    ) -> Array:
-        """The scores that an indexer gives to the blocks."""
+        self, query_index: Array, key_index: Array, weights: Array | None, block_indices: Array | None,
+        placement: Placement, scale: float,
+    ) -> Array:  # fmt: skip
+        """The scores that an indexer gives to the blocks, or to those that are named."""
         ...
 
     def select_by_index(

@@ -132,12 +132,13 @@ def block_scores(
     key_index: Float[Array, "B S I E"],
     *,
     weights: Float[Array, "B T K J"] | None = None,
+    block_indices: Int[Array, "B T K R"] | None = None,
     config: NSAConfig,
     query_positions: Int[Array, "B T"] | Runs | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
     scale: float | None = None,
-) -> Float[Array, "B T K M"]:
-    """Scores of the blocks by an indexer: of each block those of the first of its best tokens."""
+) -> Float[Array, "B T K M"] | Float[Array, "B T K R"]:
+    """Scores of the blocks by an indexer, or of those in the slots: of each its first best token's."""
     num_keys, dim = key_index.shape[1], key_index.shape[3]
     placed = _place(query_index, num_keys, config, query_positions, segment_ids)
     key_position = jnp.arange(num_keys, dtype=jnp.int32)[None, None] - placed.sequence_start[:, :, None]
@@ -156,7 +157,10 @@ def block_scores(
     for block in range(layout.num_selection_blocks(num_keys, config)):
         inside = visible & (key_position // config.selection_block_size == block)
         of_blocks.append(_first_largest(jnp.where(inside[:, :, None], scores, -jnp.inf)))
-    return jnp.stack(of_blocks, axis=-1)
+    found = jnp.stack(of_blocks, axis=-1)
+    if block_indices is None:
+        return found
+    return layout.of_slots(found, layout.distinct_blocks(block_indices, num_keys, config))
 
 
 def _first_largest(x: Float[Array, "*rows X"]) -> Float[Array, "*rows"]:

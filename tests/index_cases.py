@@ -77,6 +77,38 @@ def by_loops(case: Case, given: Indexed, cotangent: np.ndarray | None = None) ->
     return Loops(scores, best_of(case, scores), found)
 
 
+class Slots(NamedTuple):
+    """Blocks to score, `[B, T, K, R]`, and which slots repeat an earlier one."""
+
+    blocks: np.ndarray
+    repeated: np.ndarray
+
+
+def slots_of(case: Case, given: Indexed) -> Slots:
+    """Blocks by chance: some unused, out of sight, beyond the row, or twice."""
+    shape = (*given.query.shape[:3], case.config.num_selected_blocks)
+    num_blocks = -(-case.num_keys // case.config.selection_block_size)
+    blocks = case.generator("slots").integers(-1, num_blocks + 1, shape, np.int32)
+    equal = blocks[..., :, None] == blocks[..., None, :]
+    return Slots(blocks, (equal & np.tri(shape[-1], k=-1, dtype=bool)).any(-1) & (blocks >= 0))
+
+
+def of_slots(
+    case: Case, given: Indexed, blocks: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray | None, ...]]:
+    """Scores of the slots, a cotangent that is 0 where they are not finite, and the gradients for it."""
+    scores = by_loops(case, given).scores
+    found, of_all = np.full(blocks.shape, -math.inf), np.zeros_like(scores)
+    cotangent = case.generator("cotangent of slots").standard_normal(blocks.shape)
+    for b, t, k in np.ndindex(blocks.shape[:3]):
+        for slot, block in enumerate(blocks[b, t, k]):
+            if 0 <= block < scores.shape[3] and block not in blocks[b, t, k, :slot]:
+                found[b, t, k, slot] = scores[b, t, k, block]
+                of_all[b, t, k, block] = cotangent[b, t, k, slot]
+    cotangent = np.where(np.isfinite(found), cotangent, 0)
+    return found, cotangent, by_loops(case, given, of_all).gradients
+
+
 def best_of(case: Case, scores: np.ndarray) -> np.ndarray:
     """The best blocks by given scores; NaN is the lowest, and infinity the largest finite number."""
     most = np.finfo(scores.dtype).max

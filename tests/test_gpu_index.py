@@ -222,15 +222,19 @@ def test_vmap_equals_the_batch():
         Shape(64, 4, 32, "float16", queries=500, length=1000, batch=2),
         Shape(48, 2, 96, kv_heads=3, queries=300, length=500),
         Shape(packed=True, batch=2, queries=1500, length=1500),
+        Shape(heads=3, dim=32, kv_heads=3, shared=False, queries=2500, length=2500),
     ],
     ids=str,
 )
-def test_scores_and_their_gradients_equal_those_of_float64(shape):
+@pytest.mark.parametrize("chosen", [False, True], ids=["all", "chosen"])
+def test_scores_and_their_gradients_equal_those_of_float64(shape, chosen):
+    """Of all blocks, and of the chosen ones: all queries choose the first, which makes several items."""
     arrays = draw(shape)
+    blocks = jnp.asarray(select(shape, *arrays)) if chosen else None
 
     def gradients(implementation, query, key, weights):
         def score(query, key, weights):
-            known = settings(shape) | dict(implementation=implementation)
+            known = settings(shape) | dict(implementation=implementation, block_indices=blocks)
             return attention.block_scores(query, key, weights=weights, **known)
 
         scores, pull_back = jax.vjp(score, query, key, weights)

@@ -135,7 +135,11 @@ def test_a_remat_policy_keeps_the_gradients_of_the_loss(remat, times, monkeypatc
 
 @pytest.mark.parametrize(
     ("name", "target", "learns"),
-    [("importance", "selected", "compressor_key"), ("weighted indexer", "dense", "selector")],
+    [
+        ("importance", "selected", "compressor_key"),
+        ("weighted indexer", "dense", "selector"),
+        ("indexer", "selected", "selector"),
+    ],
 )
 def test_chunks_of_packed_rows_add_up_and_teach_the_selector_alone(name, target, learns):
     """Losses without and with gradients, against those of all queries at once."""
@@ -177,7 +181,7 @@ def test_gradients_of_many_queries_stay_in_the_range_of_float16():
         at = 64 + jnp.arange(64, dtype=jnp.int32)[None]
         share = jnp.broadcast_to(jnp.array([0.0, 1.0]), (1, 64, 1, 2))
         config = NSAConfig(selection_block_size=32, num_initial_blocks=0, num_local_blocks=1)
-        settings = dict(config=config, segment_ids=None, scale=1.0)
+        settings = dict(config=config, segment_ids=None, scale=1.0, of_slots=False)
         with mock.patch.object(distillation.attention, "block_probabilities", return_value=share):
             return distillation.mean_loss(
                 scores, (), held, query, query, blocks, at, None, implementation="xla", **settings

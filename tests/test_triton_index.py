@@ -147,6 +147,53 @@ def test_scores_with_gradients_become_machine_code(capability, name):
         assert kernel.scratch_bytes == 0
 
 
+CHOSEN, OF_CHOSEN_KEYS = "nsa_chosen_scores", "nsa_chosen_key_gradients"
+OF_ITEMS = {
+    f"nsa_{x}" for x in ("count_items", "item_table", "count_below", "sum_counts", "place_bounds")
+} | {"nsa_place_counts", "nsa_sorted_pairs"}
+SMOLLM2 = Shape(128, 3, 32, kv_heads=3, shared=False, queries=8192, length=8192)
+CHOSEN_CASES = {
+    (90, SMOLLM2): {CHOSEN, OF_QUERIES, OF_CHOSEN_KEYS, "nsa_selected_add_partials"},
+    **{
+        (90, TAUGHT[name]): {CHOSEN, OF_CHOSEN_KEYS}
+        for name in ("lightning", "wide", "float32", "of dense heads", "packed")
+    },
+    (90, MSA._replace(block=256)): {CHOSEN, OF_CHOSEN_KEYS},
+    **{(capability, MSA): {CHOSEN, OF_CHOSEN_KEYS} for capability in TARGETS if capability != 90},
+}
+CHOSEN_SPILLS: dict = {}
+
+
+@pytest.mark.parametrize(("capability", "shape"), CHOSEN_CASES, ids=str)
+def test_scores_of_chosen_blocks_become_machine_code(capability, shape):
+    """With their gradients. Items are made by the kernels that the selected branch has, too."""
+
+    def gradients(blocks, *arrays):
+        ids = arrays[-1] if shape.packed else None
+
+        def score(query, key, weights=None):
+            return attention.block_scores(
+                query, key, weights=weights, block_indices=blocks, config=config_of(shape), segment_ids=ids,
+                implementation="triton",
+            )  # fmt: skip
+
+        scores, pull_back = jax.vjp(score, *arrays[: 2 + shape.weighted])
+        return pull_back(scores)
+
+    own = CHOSEN_CASES[capability, shape]
+    slots = config_of(shape).num_selected_blocks
+    blocks = jax.ShapeDtypeStruct((shape.batch, shape.queries, shape.kv_heads, slots), jnp.int32)
+    known = {OF_QUERIES, "nsa_selected_add_partials", *OF_ITEMS} - own
+    found = triton_kernels.compiled(gradients, blocks, *operands(shape), capability=capability, but=known)
+
+    assert {kernel.name for kernel in found} == own
+    for kernel in found:
+        print(shape, kernel._replace(ptx=""))  # shown if the test fails
+        assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[capability]
+        assert kernel.spill_bytes <= CHOSEN_SPILLS.get((capability, shape), 0)
+        assert kernel.scratch_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [

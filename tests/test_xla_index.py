@@ -53,7 +53,7 @@ def program(module, case: Case, sizes: Sizes | None = None):
     def score(query, key, weights):
         if sizes is None:
             return module.block_scores(query, key, weights=weights, **settings(case))
-        return xla.block_scores(query, key, weights, *placed(case, query), sizes=sizes)
+        return xla.block_scores(query, key, weights, None, *placed(case, query), sizes=sizes)
 
     def run(query, key, weights, cotangent):
         scores, pull_back = jax.vjp(score, query, key, weights)
@@ -98,6 +98,37 @@ def test_scores_gradients_and_selection_equal_the_loops(name, case, heads, dim, 
         assert (found is None) == (right is None)
         if found is not None:
             np.testing.assert_allclose(found, right, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("number", [1, 3, 5])
+@pytest.mark.parametrize("module", [reference, None], ids=["reference", "xla in tiles"])
+def test_scores_of_chosen_blocks_are_those_of_all(module, number):
+    """Among them blocks out of sight, beyond the row, and twice, whose second slot counts as unused."""
+    case, heads, dim, weighted, shared = CASES[number]
+    given = index_cases.draw(case, heads=heads, dim=dim, weighted=weighted, shared=shared)
+    slots = index_cases.slots_of(case, given)
+    scores, cotangent, expected = index_cases.of_slots(case, given, slots.blocks)
+    assert slots.repeated.any()
+    assert np.isneginf(scores[slots.repeated]).all()
+
+    def score(query, key, weights):
+        if module is not None:
+            known = dict(weights=weights, block_indices=jnp.asarray(slots.blocks))
+            return module.block_scores(query, key, **known, **settings(case))
+        blocks = layout.distinct_blocks(jnp.asarray(slots.blocks), case.num_keys, case.config)
+        return xla.block_scores(query, key, weights, blocks, *placed(case, query), sizes=SMALL)
+
+    @functools.partial(jax.jit, compiler_options=OPTIONS["reference"])
+    def run(*arrays):
+        found, pull_back = jax.vjp(score, *arrays)
+        return found, pull_back(jnp.asarray(cotangent))
+
+    with jax.enable_x64(True):
+        found, gradients = run(*given)
+        np.testing.assert_allclose(found, scores, rtol=0, atol=1e-12)
+        for ours, right in zip(gradients, expected, strict=True):
+            if right is not None:
+                np.testing.assert_allclose(ours, right, rtol=0, atol=1e-12)
 
 
 def test_gradients_of_equal_tokens_go_to_the_first_token_and_head():

@@ -22,6 +22,7 @@ from index_cases import Indexed
 from nsa_jax import attention
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import operations, selection
+from nsa_jax.kernels.triton.selection import chosen_scores
 from nsa_jax.kernels.triton.selection.index_scores import flat_if_shared
 from nsa_jax.kernels.triton.sizes import IndexSizes, SelectionSizes
 from nsa_jax.layout import Quantised, place
@@ -202,7 +203,7 @@ def _check_scores(case: cases.Case, given: Indexed, sizes: IndexSizes) -> None:
     scale = given.query.shape[-1] ** -0.5 if case.scale is None else case.scale
 
     def score(query, key, weights):
-        return operations.block_scores(query, key, weights, _placed(case, query), scale)
+        return operations.block_scores(query, key, weights, None, _placed(case, query), scale)
 
     @jax.jit
     def scores_and_gradients(cotangent, *arrays):
@@ -240,6 +241,49 @@ def check_scores_that_are_not_finite_have_no_gradient():
     given.key[1, 20] = math.nan
     given.key[1, 25:30] = math.nan
     _check_scores(case, given, SMALL)
+
+
+def _check_chosen(case: cases.Case, spoil: bool = False, **of_index) -> None:
+    """Scores of slots, and gradients; a block has several items, of several tiles."""
+    given = index_cases.draw(case, dim=16, **of_index)
+    given = Indexed(*(None if x is None else np.round(4 * x) / 4 for x in given))
+    if spoil:
+        given.query[0, 5, 1] = math.nan
+        given.query[0, 6, 0, :, 0] = math.inf
+        given.key[-1, 20] = math.nan
+        given.key[-1, 32:48] = math.nan
+    slots = index_cases.slots_of(case, given).blocks
+    expected, cotangent, gradients = index_cases.of_slots(case, given, slots)
+    settings = dict(config=case.config, scale=case.scale, implementation="triton", **_where(case))
+
+    @jax.jit
+    def scores_and_gradients(*arrays):
+        def score(query, key, weights):
+            known = dict(weights=weights, block_indices=jnp.asarray(slots))
+            return attention.block_scores(query, key, **known, **settings)
+
+        scores, pull_back = jax.vjp(score, *arrays)
+        return scores, pull_back(jnp.asarray(cotangent, jnp.float32))
+
+    small = mock.patch.multiple(chosen_scores, ITEM=24, ROWS=16)
+    with interpreted(), small:
+        found, ours = scores_and_gradients(*(None if x is None else np.asarray(x, np.float32) for x in given))
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6, err_msg=case.name)
+    for x, right in zip(ours, gradients, strict=True):
+        if right is not None:
+            np.testing.assert_allclose(x, right, rtol=0, atol=2e-6 * np.abs(right).max(), err_msg=case.name)
+
+
+def check_scores_of_chosen_blocks():
+    config = dataclasses.replace(FREE, selection_block_size=16)
+    plain = _plain("chosen", config, batch=2, num_queries=60, num_heads=3, num_kv_heads=3)
+    _check_chosen(plain)
+    _check_chosen(dataclasses.replace(plain, name="chosen own keys", scale=-0.5), heads=3, shared=False)
+    _check_chosen(dataclasses.replace(plain, name="chosen weighted"), heads=2, weighted=True)
+    _check_chosen(dataclasses.replace(plain, name="chosen nan"), spoil=True, heads=2)
+    packed = dataclasses.replace(cases.PACKED_ROWS, config=config, name="chosen packed")
+    _check_chosen(packed, heads=2, weighted=True, shared=False)
+    _check_chosen(_plain("chosen odd blocks", ODD_BLOCKS))
 
 
 def check_public():

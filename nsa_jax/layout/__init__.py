@@ -13,6 +13,7 @@ from nsa_jax.layout.blocks import (
     max_selection_blocks,
     num_compression_blocks,
     num_selection_blocks,
+    of_slots,
     overlap_weights,
 )
 from nsa_jax.layout.cache import DenseCache, NSACache, TokenKeysValues
@@ -57,6 +58,7 @@ __all__ = [
     "max_selection_blocks",
     "num_compression_blocks",
     "num_selection_blocks",
+    "of_slots",
     "overlap_weights",
     "place",
     "positions_of",

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nsa_jax.array_typing import Array, Bool, Int, Int32
+from nsa_jax.array_typing import Array, Bool, Float, Int, Int32
 from nsa_jax.config import NSAConfig
 
 
@@ -76,3 +76,9 @@ def distinct_blocks(
     earlier = jnp.tril(jnp.ones((slots, slots), bool), -1)[None, None, None]
     repeated = ((blocks[..., :, None] == blocks[..., None, :]) & earlier).any(axis=-1)
     return jnp.where(repeated, -1, blocks)
+
+
+def of_slots(scores: Float[Array, "B T K M"], blocks: Int32[Array, "B T K R"]) -> Float[Array, "B T K R"]:
+    """The scores of the blocks in the slots, `-inf` where a slot has none."""
+    found = jnp.take_along_axis(scores, jnp.maximum(blocks, 0), axis=3)
+    return jnp.where(blocks >= 0, found, -jnp.inf)

@@ -25,7 +25,7 @@ SCORES_AT_ONCE = 2**24
 
 
 def mean_loss(
-    scores: Callable[..., Float32[Array, "B t K M"]],
+    scores: Callable[..., Float32[Array, "B t K M"] | Float32[Array, "B t K R"]],
     queries: Any,
     held: Any,
     query: Float[Array, "B T N H"],
@@ -34,6 +34,7 @@ def mean_loss(
     at: Int32[Array, "B T"],
     probabilities: Float[Array, "B T K R"] | None,
     *,
+    of_slots: bool,
     config: NSAConfig,
     segment_ids: Int[Array, "B T"] | None,
     scale: float,
@@ -54,6 +55,8 @@ def mean_loss(
       at: index of each query in its sequence, -1 for padding.
       probabilities: the target: what the selected branch gives to the blocks that the layer attends. None for
         what dense attention gives to each block.
+      of_slots: whether `scores` also takes `block_indices`, -1 in unused slots, and returns the scores of
+        these blocks alone. Then all queries are one chunk. Needs `probabilities`.
       config, segment_ids, scale, implementation: as in the operations.
 
     Returns:
@@ -63,7 +66,7 @@ def mean_loss(
     """
     batch, num_queries, num_kv_heads = block_indices.shape[:3]
     a_query = batch * num_kv_heads * layout.num_selection_blocks(key.shape[1], config)
-    chunks = -(-num_queries // max(SCORES_AT_ONCE // a_query, 1))
+    chunks = 1 if of_slots else -(-num_queries // max(SCORES_AT_ONCE // a_query, 1))
     tokens = -(-num_queries // chunks)
 
     weight = 1 / jnp.maximum((at >= 0).sum() * num_kv_heads, 1).astype(_wide(query))
@@ -74,16 +77,19 @@ def mean_loss(
             config=config, query_positions=Runs((Run(tokens, first),)), segment_ids=segment_ids,
             implementation=implementation,
         )  # fmt: skip
-        found = scores(asked, held, at, **where)
         if share is None:
+            found = scores(asked, held, at, **where)
             share = attention.block_probabilities(query, key, scale=scale, **where)
             found = found[..., : share.shape[3]]  # compressed keys do not tell the number of blocks exactly
             blocks = jnp.arange(share.shape[3], dtype=jnp.int32)
+            found = jnp.where(layout.is_forced(blocks, at[:, :, None, None], config), -jnp.inf, found)
         else:
             blocks = layout.distinct_blocks(blocks, key.shape[1], config)
-            found = jnp.take_along_axis(found, jnp.maximum(blocks, 0), axis=3)
-        fixed_or_none = (blocks < 0) | layout.is_forced(blocks, at[:, :, None, None], config)
-        found = jnp.where(fixed_or_none, -jnp.inf, found)
+            blocks = jnp.where(layout.is_forced(blocks, at[:, :, None, None], config), -1, blocks)
+            if of_slots:
+                found = scores(asked, held, at, block_indices=blocks, **where)
+            else:
+                found = layout.of_slots(scores(asked, held, at, **where), blocks)
         # Weighed here: gradients that are not would leave the range of float16.
         return attention.selection_loss(found, share).sum() * weight  # 0 where nothing is attended
 

@@ -191,3 +191,10 @@ class Indexer(nnx.Module):
         """Scores the blocks, with a gradient; arguments as in `Selector.choose`."""
         query, weights = queries
         return attention.block_scores(query, keys, weights=weights, **where)
+
+    def chosen_scores(
+        self, queries: tuple[Array, Array | None], keys: Float[Array, "B S I E"], at: Int32[Array, "B T"],
+        block_indices: Int[Array, "B T K R"], **where: Any,
+    ) -> Float32[Array, "B T K R"]:  # fmt: skip
+        """Scores the blocks in the slots alone, with a gradient; see `Selector`."""
+        return self.scores(queries, keys, at, block_indices=block_indices, **where)

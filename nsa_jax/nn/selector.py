@@ -29,7 +29,10 @@ class Selector(Protocol):
 
     A selector that is to learn from a selection loss (`distil` of a layer) also has a method `scores`. It is
     called like `choose`, and returns a score for each block `[B, T, K, M]`, `-inf` for those that begin after
-    the query. The softmax of the scores are the shares that the selector gives to the blocks.
+    the query. The softmax of the scores are the shares that the selector gives to the blocks. If the scores
+    of a few blocks take less work, it may also have `chosen_scores`, called as `chosen_scores(queries, keys,
+    at, block_indices, **where)` where the target is the attention inside the chosen blocks: it returns one
+    score for each slot, `[B, T, K, R]`, `-inf` for a slot with -1.
 
     Examples:
       The most recent blocks:

@@ -50,7 +50,13 @@ from nsa_jax.kernels.triton.repaired import (
     differentiate_range,
 )
 from nsa_jax.kernels.triton.selected import attend_selected, selected_gradients
-from nsa_jax.kernels.triton.selection import choose_best, choose_blocks, choose_by_index, score_blocks
+from nsa_jax.kernels.triton.selection import (
+    choose_best,
+    choose_blocks,
+    choose_by_index,
+    chosen_scores,
+    score_blocks,
+)
 from nsa_jax.kernels.triton.selection.block_scores import score_gradients
 from nsa_jax.kernels.triton.selection.index_scores import flat_if_shared
 from nsa_jax.layout import (
@@ -59,6 +65,7 @@ from nsa_jax.layout import (
     Placement,
     TokenKeysValues,
     num_selection_blocks,
+    of_slots,
     slots,
 )
 from nsa_jax.remat import BLOCK_INDICES, LSE, OUT
@@ -121,11 +128,16 @@ def block_scores(
     query_index: Float[Array, "B T K J E"],
     key_index: Float[Array, "B S I E"],
     weights: Float[Array, "B T K J"] | None,
+    block_indices: Int32[Array, "B T K R"] | None,
     placement: Placement,
     scale: float,
-) -> Float[Array, "B T K M"]:
-    """The scores that an indexer gives to the blocks."""
-    return _block_scores(query_index, flat_if_shared(key_index), weights, placement, scale)
+) -> Float[Array, "B T K M"] | Float[Array, "B T K R"]:
+    """The scores that an indexer gives to the blocks, or to those that are named."""
+    operands = query_index, flat_if_shared(key_index), weights
+    if block_indices is not None and chosen_scores.fits(query_index, placement.config):
+        return _chosen_scores(*operands, block_indices, placement, scale)
+    scores = _block_scores(*operands, placement, scale)
+    return scores if block_indices is None else of_slots(scores, block_indices)
 
 
 @partial(jax.jit, static_argnames=("scale",))
@@ -377,13 +389,39 @@ def _block_scores_backward(scale, residuals, d_scores):
     *operands, placement = residuals
     differentiate = _divisible(score_gradients, scale=scale)
     d_query, d_keys, d_weights = differentiate(*operands, d_scores, placement)
-    keys = operands[1]
-    if keys.ndim == 2:
-        d_keys = d_keys.sum(axis=2)
-    return d_query, d_keys.reshape(keys.shape).astype(keys.dtype), d_weights, None
+    return d_query, _of_all_heads(d_keys, operands[1]), d_weights, None
 
 
 _block_scores.defvjp(_block_scores_forward, _block_scores_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _chosen_scores(query, keys, weights, block_indices, placement, scale):
+    score = _divisible(chosen_scores.score_chosen, scale=scale)
+    return score(query, keys, weights, block_indices, placement)[0]
+
+
+def _chosen_scores_forward(query, keys, weights, block_indices, placement, scale):
+    score = _divisible(chosen_scores.score_chosen, scale=scale)
+    scores, tokens = score(query, keys, weights, block_indices, placement)
+    return scores, (query, keys, weights, block_indices, tokens, placement)
+
+
+def _chosen_scores_backward(scale, residuals, d_scores):
+    *operands, placement = residuals
+    differentiate = _divisible(chosen_scores.chosen_gradients, scale=scale)
+    d_query, d_keys, d_weights = differentiate(*operands, d_scores, placement)
+    return d_query, _of_all_heads(d_keys, operands[1]), d_weights, None, None
+
+
+_chosen_scores.defvjp(_chosen_scores_forward, _chosen_scores_backward)
+
+
+def _of_all_heads(d_keys: Float[Array, "B S K E"], keys: Float[Array, "B ..."]) -> Float[Array, "B ..."]:
+    """The gradient of keys as `flat_if_shared` has them."""
+    if keys.ndim == 2:
+        d_keys = d_keys.sum(axis=2)
+    return d_keys.reshape(keys.shape).astype(keys.dtype)
 
 
 @jax.custom_vjp

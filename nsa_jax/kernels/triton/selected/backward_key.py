@@ -96,18 +96,18 @@ def selected_key_gradients(
 def join_items(
     items: BlockItems,
     part_key: Float[Array, "slots block H"],
-    part_value: Float[Array, "slots block V"],
+    part_value: Float[Array, "slots block V"] | None,
     d_key: Float[Array, "B S K H"],
-    d_value: Float[Array, "B S K V"],
-) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
-    """Gradients of all keys from what the items wrote.
+    d_value: Float[Array, "B S K V"] | None,
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"] | None]:
+    """Gradients of all keys, and of their values if there are any, from what the items wrote.
 
     It adds up the partial sums of blocks with several items, in order, and puts 0 where no item wrote.
     """
     if items.num_partials:
         heads, num_blocks = items.partials.shape
         block_size = part_key.shape[1]
-        (h0, h1), (v0, v1) = split_dim(d_key.shape[3]), split_dim(d_value.shape[3])
+        (h0, h1), (v0, v1) = (split_dim((d_key if x is None else x).shape[3]) for x in (d_key, d_value))
         updated, () = launch(
             add_partials_kernel, part_key, part_value, items.slots, items.partials,
             items.starts, items.limits, out=(), in_place=dict(d_key=d_key, d_value=d_value),
@@ -117,7 +117,7 @@ def join_items(
         d_key, d_value = updated["d_key"], updated["d_value"]
     if items.written is not None:
         d_key = jnp.where(items.written[..., None], d_key, 0)
-        d_value = jnp.where(items.written[..., None], d_value, 0)
+        d_value = None if d_value is None else jnp.where(items.written[..., None], d_value, 0)
     return d_key, d_value
 
 
@@ -278,4 +278,5 @@ def add_partials_kernel(
     to = Rows((b.to(tl.int64) * num_keys + key) * KV_HEADS + kv_head, n * KV_HEADS, mine)
     slot = tl.load(slots + tl.program_id(1) * num_blocks + block).to(tl.int64)
     store_rows(d_key, to, _add_slots(part_key, slot, count, within, BLOCK, KEY), KEY)
-    store_rows(d_value, to, _add_slots(part_value, slot, count, within, BLOCK, VALUE), VALUE)
+    if part_value is not None:
+        store_rows(d_value, to, _add_slots(part_value, slot, count, within, BLOCK, VALUE), VALUE)

@@ -24,7 +24,7 @@ Memory: scores, tokens and gradients of products of a call, `(2 + J) B T K M` nu
 of each KV head in float32. Calls are chunks of queries.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -123,22 +123,11 @@ def score_gradients(
 ) -> tuple[Array, Float[Array, "B S K E"], Float[Array, "B T K J"] | None]:
     """Gradients of queries, of keys by each KV head in float32, and of weights."""
     batch, num_queries, num_kv_heads, heads, dim = query.shape
-    num_blocks = tokens.shape[1]
     keys = by_heads(keys, dim)
+    d_query, d_weights, d_products = query_gradients(
+        query, keys, weights, tokens, d_scores, placement, scale, by_slot=False
+    )
     first, second = split_dim(dim)
-    common: dict[str, Any] = dict(
-        num_queries=num_queries, num_keys=keys.shape[1], KV_HEADS=num_kv_heads, HEADS=heads, E0=first,
-        E1=second, BLOCK=placement.config.selection_block_size, ROW=num_blocks,
-    )  # fmt: skip
-    row_bytes = dim * query.dtype.itemsize
-    products = jax.ShapeDtypeStruct((batch, num_blocks, num_kv_heads, heads, num_queries), jnp.float32)
-    d_query, d_weights, d_products = launch(
-        index_query_gradients_kernel, query, keys, weights, tokens, d_scores, placement.position,
-        out=(like(query), like(query, query.shape[:4]), products),
-        grid=(num_queries * num_kv_heads, batch), num_stages=2, scale=float(scale),
-        num_warps=1 if row_bytes <= 128 else 2 if row_bytes <= 256 else 4, ROWS=max(power_of_two(heads), 16),
-        STEP=32, KEY_HEADS=keys.shape[2], PRECISION=precision(query.dtype), **common,
-    )  # fmt: skip
     tokens_each, num_warps = index_gradient_tile(query.dtype.itemsize, dim)
     tile = min(tokens_each, max(1 << (placement.config.selection_block_size.bit_length() - 1), 16))
     d_keys = launch(
@@ -146,9 +135,45 @@ def score_gradients(
         placement.selection_start() if placement.packed else None,
         out=jax.ShapeDtypeStruct((batch, keys.shape[1], num_kv_heads, dim), jnp.float32),
         grid=(-(-keys.shape[1] // tile), num_kv_heads, batch), num_warps=num_warps, num_stages=1,
-        COLUMNS=tile, TOKENS=tokens_each, PRECISION=precision(query.dtype), **common,
+        num_queries=num_queries, num_keys=keys.shape[1], KV_HEADS=num_kv_heads, HEADS=heads, E0=first,
+        E1=second, BLOCK=placement.config.selection_block_size, ROW=tokens.shape[1], COLUMNS=tile,
+        TOKENS=tokens_each, PRECISION=precision(query.dtype),
     )  # fmt: skip
-    return d_query, d_keys, None if weights is None else d_weights
+    return d_query, d_keys, d_weights
+
+
+def query_gradients(
+    query: Float[Array, "B T K J E"],
+    keys: Float[Array, "B S I E"],
+    weights: Float[Array, "B T K J"] | None,
+    tokens: Int32[Array, "B ..."],
+    d_scores: Float[Array, "B T K M"],
+    placement: Placement,
+    scale: float,
+    *,
+    by_slot: bool,
+) -> tuple[Array, Float[Array, "B T K J"] | None, Float[Array, "B ..."]]:
+    """Gradients of queries and weights, and of the products that gave the scores.
+
+    The scores are those of all blocks, and then `tokens` are `[B, M, K, T]` and the last result `[B, M, K, J,
+    T]`; or those of slots: `[B, T, K, R]` and `[B, T, K, R, J]`.
+    """
+    batch, num_queries, num_kv_heads, heads, dim = query.shape
+    row = d_scores.shape[3]
+    first, second = split_dim(dim)
+    row_bytes = dim * query.dtype.itemsize
+    shape = (num_queries, num_kv_heads, row, heads) if by_slot else (row, num_kv_heads, heads, num_queries)
+    d_query, d_weights, d_products = launch(
+        index_query_gradients_kernel, query, keys, weights, tokens, d_scores, placement.position,
+        out=(like(query), like(query, query.shape[:4]),
+             jax.ShapeDtypeStruct((batch, *shape), jnp.float32)),
+        grid=(num_queries * num_kv_heads, batch), num_stages=2, scale=float(scale),
+        num_warps=1 if row_bytes <= 128 else 2 if row_bytes <= 256 else 4, ROWS=max(power_of_two(heads), 16),
+        STEP=32, KEY_HEADS=keys.shape[2], BY_SLOT=by_slot, PRECISION=precision(query.dtype),
+        num_queries=num_queries, num_keys=keys.shape[1], KV_HEADS=num_kv_heads, HEADS=heads, E0=first,
+        E1=second, BLOCK=placement.config.selection_block_size, ROW=row,
+    )  # fmt: skip
+    return d_query, None if weights is None else d_weights, d_products
 
 
 class Found(NamedTuple):
@@ -239,7 +264,7 @@ def block_scores_kernel(
 
 
 @triton.jit
-def _finite(x):
+def finite(x):
     """`x`, with 0 for what is not finite: it has no gradient and gives none, but 0 times NaN is NaN."""
     x0 = tl.where(tl.abs(x.first) < float("inf"), x.first, 0.0)
     if x.second is None:
@@ -254,9 +279,13 @@ def index_query_gradients_kernel(
     query, keys, weights, tokens, d_scores, position, d_query, d_weights, d_products,
     num_queries, num_keys, scale,
     KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
-    BLOCK: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, BY_SLOT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The index queries of one pair: their gradients, and those of their weights and products."""
+    """The index queries of one pair: their gradients, and those of their weights and products.
+
+    Scores are those of the blocks in sight or, BY_SLOT, of ROW slots; see `query_gradients` for the layout.
+    """
     DIM: tl.constexpr = Dim(E0, E1)
     E: tl.constexpr = E0 + E1
     dtype: tl.constexpr = query.dtype.element_ty
@@ -265,12 +294,22 @@ def index_query_gradients_kernel(
     query_token = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
     own_keys = keys + (b * num_keys * KEY_HEADS + kv_head // (KV_HEADS // KEY_HEADS)) * E
-    lane = (b * (ROW * KV_HEADS) + kv_head) * num_queries
-    own_tokens = tokens + lane + query_token
-    own_products = d_products + lane * HEADS + query_token
-    stride = KV_HEADS * num_queries  # from one block to the next
-    at = tl.load(position + b * num_queries + query_token)
-    count = tl.where(at >= 0, at // BLOCK + 1, 0)
+    if BY_SLOT:
+        own_tokens = tokens + pair * ROW
+        own_products = d_products + pair * (ROW * HEADS)
+        block_stride = 1  # from one score to the next
+        product_stride = HEADS
+        head_stride = 1
+        count = ROW
+    else:
+        lane = (b * (ROW * KV_HEADS) + kv_head) * num_queries
+        own_tokens = tokens + lane + query_token
+        own_products = d_products + lane * HEADS + query_token
+        block_stride = KV_HEADS * num_queries
+        product_stride = KV_HEADS * HEADS * num_queries
+        head_stride = num_queries
+        at = tl.load(position + b * num_queries + query_token)
+        count = tl.where(at >= 0, at // BLOCK + 1, 0)
     step = tl.arange(0, STEP)
     head = tl.arange(0, ROWS)
     exists = head < HEADS
@@ -280,7 +319,7 @@ def index_query_gradients_kernel(
     largest = tl.full((), 0.0, tl.float32)
     for first in tl.range(0, count, STEP):
         block = first + step
-        token = tl.load(own_tokens + block.to(tl.int64) * stride, mask=block < count, other=-1)
+        token = tl.load(own_tokens + block.to(tl.int64) * block_stride, mask=block < count, other=-1)
         given = tl.load(d_scores + pair * ROW + block, mask=token >= 0, other=0.0)
         largest = tl.maximum(largest, tl.max(tl.abs(given), 0))
     if weights is not None:
@@ -291,7 +330,7 @@ def index_query_gradients_kernel(
     of_weights = tl.zeros([ROWS], tl.float32)
     for first in tl.range(0, count, STEP):
         block = first + step
-        token = tl.load(own_tokens + block.to(tl.int64) * stride, mask=block < count, other=-1)
+        token = tl.load(own_tokens + block.to(tl.int64) * block_stride, mask=block < count, other=-1)
         used = token >= 0
         given = tl.load(d_scores + pair * ROW + block, mask=used, other=0.0)
         k = load_at(own_keys, tl.where(used, token, 0).to(tl.int64) * (KEY_HEADS * E), used, DIM)
@@ -305,10 +344,9 @@ def index_query_gradients_kernel(
             which = tl.min(tl.where(number == best[None, :], head[:, None], ROWS), 0)
             factor = tl.where(head[:, None] == which[None, :], 1.0, 0.0)
         part = given[None, :] * factor
-        place = block.to(tl.int64)[None, :] * (KV_HEADS * HEADS) + head[:, None]
-        to = own_products + place * num_queries
+        to = own_products + block.to(tl.int64)[None, :] * product_stride + head[:, None] * head_stride
         tl.store(to, part * scale, mask=exists[:, None] & (block < count)[None, :])
-        total = add_product((part * shrink).to(dtype), cast(_finite(k), dtype), total, PRECISION)
+        total = add_product((part * shrink).to(dtype), cast(finite(k), dtype), total, PRECISION)
     store_at(d_query, row * E, scaled(total, largest * scale), exists, DIM)
     if weights is not None:
         tl.store(d_weights + row, of_weights.to(d_weights.dtype.element_ty), mask=exists)
@@ -352,7 +390,7 @@ def index_key_gradients_kernel(
                 for head in tl.range(0, HEADS):
                     of_head = (lane * HEADS + head) * num_queries
                     x = tl.load(d_products + of_head + token, mask=inside, other=0.0)
-                    q = _finite(load_at(query, (row + head) * E, inside, DIM))
+                    q = finite(load_at(query, (row + head) * E, inside, DIM))
                     part = added(part, scaled(cast(q, tl.float32), x[:, None]))
                 chosen = tl.where(source[None, :] == key[:, None], 1.0, 0.0).to(dtype)
                 total = add_product(chosen, cast(part, dtype), total, PRECISION)
