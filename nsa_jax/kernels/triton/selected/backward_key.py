@@ -10,8 +10,8 @@ an item, so programs that run at the same time read the same queries from L2. Qu
 whole block, mostly those inside it, come first; only their loop is masked.
 
 No atomics: each item of a block with several items stores float32 partial sums. A second kernel, grid =
-(blocks, B K, block / 16), adds them in the order of the items and writes them into `d_key` and `d_value`,
-which already hold the blocks with one item. So every run gives the same bits.
+(blocks, B K, block / 16), in packed rows for 64 blocks each, adds them in the order of the items and writes
+them into `d_key` and `d_value`, which already hold the blocks with one item. So all runs give the same bits.
 
 Registers: `keys (H + V + 2 rows) / 128` floats a thread at 4 warps (192 at 64 keys, 64 rows, 128/128). Shared
 memory: `(stages rows (H + V) + keys (H + V) + 2 rows keys) itemsize` (112 KB in bfloat16 at two stages, so
@@ -107,18 +107,24 @@ def join_items(
     if items.num_partials:
         heads, num_blocks = items.partials.shape
         block_size = part_key.shape[1]
+        numbers = 1 if items.written is None else PACKED_NUMBERS
         (h0, h1), (v0, v1) = (split_dim((d_key if x is None else x).shape[3]) for x in (d_key, d_value))
         updated, () = launch(
             add_partials_kernel, part_key, part_value, items.slots, items.partials,
             items.starts, items.limits, out=(), in_place=dict(d_key=d_key, d_value=d_value),
-            grid=(num_blocks, heads, block_size // 16), num_keys=d_key.shape[1], BLOCK=block_size,
-            KV_HEADS=d_key.shape[2], H0=h0, H1=h1, V0=v0, V1=v1,
+            grid=(triton.cdiv(num_blocks, numbers), heads, block_size // 16), num_keys=d_key.shape[1],
+            num_blocks=num_blocks, BLOCK=block_size, NUMBERS=numbers, KV_HEADS=d_key.shape[2],
+            H0=h0, H1=h1, V0=v0, V1=v1,
         )  # fmt: skip
         d_key, d_value = updated["d_key"], updated["d_value"]
     if items.written is not None:
         d_key = jnp.where(items.written[..., None], d_key, 0)
         d_value = None if d_value is None else jnp.where(items.written[..., None], d_value, 0)
     return d_key, d_value
+
+
+# Of the blocks of packed rows, whose numbers are mostly unused, a program looks at so many.
+PACKED_NUMBERS = 64
 
 
 class KeyTile(NamedTuple):
@@ -258,25 +264,28 @@ def _add_slots(part, slot, count, within, BLOCK: tl.constexpr, DIM):
 @triton.jit(repr=named("nsa_selected_add_partials"))
 def add_partials_kernel(
     d_key, d_value, part_key, part_value, slots, partials, starts, limits,
-    num_keys, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
+    num_keys, num_blocks, BLOCK: tl.constexpr, NUMBERS: tl.constexpr, KV_HEADS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of 16 keys of a block that has several items."""
+    """Gradients of 16 keys of each of NUMBERS blocks that has several items."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
-    block = tl.program_id(0)
-    num_blocks = tl.num_programs(0)
+    first = tl.program_id(0) * NUMBERS
     b = tl.program_id(1) // KV_HEADS
     kv_head = tl.program_id(1) % KV_HEADS
-    count = tl.load(partials + tl.program_id(1) * num_blocks + block)
-    if count == 0:
+    counts = partials + tl.program_id(1) * num_blocks
+    number = first + tl.arange(0, NUMBERS)
+    if tl.max(tl.load(counts + number, mask=number < num_blocks, other=0), 0) == 0:
         return
     n = tl.arange(0, 16)
     within = tl.program_id(2) * 16
-    key = tl.load(starts + b * num_blocks + block) + within
-    mine = key + n < tl.load(limits + b * num_blocks + block)
-    to = Rows((b.to(tl.int64) * num_keys + key) * KV_HEADS + kv_head, n * KV_HEADS, mine)
-    slot = tl.load(slots + tl.program_id(1) * num_blocks + block).to(tl.int64)
-    store_rows(d_key, to, _add_slots(part_key, slot, count, within, BLOCK, KEY), KEY)
-    if part_value is not None:
-        store_rows(d_value, to, _add_slots(part_value, slot, count, within, BLOCK, VALUE), VALUE)
+    for block in tl.range(first, tl.minimum(first + NUMBERS, num_blocks)):
+        count = tl.load(counts + block)
+        if count > 0:
+            key = tl.load(starts + b * num_blocks + block) + within
+            mine = key + n < tl.load(limits + b * num_blocks + block)
+            to = Rows((b.to(tl.int64) * num_keys + key) * KV_HEADS + kv_head, n * KV_HEADS, mine)
+            slot = tl.load(slots + tl.program_id(1) * num_blocks + block).to(tl.int64)
+            store_rows(d_key, to, _add_slots(part_key, slot, count, within, BLOCK, KEY), KEY)
+            if part_value is not None:
+                store_rows(d_value, to, _add_slots(part_value, slot, count, within, BLOCK, VALUE), VALUE)
