@@ -69,6 +69,7 @@ OF_A_STEP = {  # in test_triton_decode and test_triton_dense_decode
 }
 OF_AN_INDEX = {  # in test_triton_index
     *("nsa_index_scores", "nsa_block_scores", "nsa_index_query_gradients", "nsa_index_key_gradients"),
+    *("nsa_chosen_scores", "nsa_chosen_key_gradients"),
 }
 OF_PACKED_ROWS = {"nsa_count_below"}  # whose pairs XLA sorts
 OF_MOSAIC = {"nsa_visit_lists"}  # compiled in test_mosaic_compile
