@@ -72,6 +72,8 @@ def by_loops(case: Case, given: Indexed, cotangent: np.ndarray | None = None) ->
                 if weights is not None:
                     found[2][b, t, k, head] += given_here * max(product, 0)
                     factor *= own[1][head] * (product > 0)
+                if factor == 0:  # a relu hides what need not be finite
+                    continue
                 found[0][b, t, k, head] += factor * key[b, tokens[place], i]
                 found[1][b, tokens[place], i] += factor * own[0][head]
     return Loops(scores, best_of(case, scores), found)

@@ -22,6 +22,7 @@ from index_cases import Indexed
 from nsa_jax import attention
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import operations, selection
+from nsa_jax.kernels.triton.selected import backward_key
 from nsa_jax.kernels.triton.selection import chosen_scores
 from nsa_jax.kernels.triton.selection.index_scores import flat_if_shared
 from nsa_jax.kernels.triton.sizes import IndexSizes, SelectionSizes
@@ -249,6 +250,7 @@ def _check_chosen(case: cases.Case, spoil: bool = False, **of_index) -> None:
     given = Indexed(*(None if x is None else np.round(4 * x) / 4 for x in given))
     if spoil:
         given.query[0, 5, 1] = math.nan
+        given.query[0, 7, 0, 1, 2] = math.nan  # the other head scores
         given.query[0, 6, 0, :, 0] = math.inf
         given.key[-1, 20] = math.nan
         given.key[-1, 32:48] = math.nan
@@ -266,7 +268,7 @@ def _check_chosen(case: cases.Case, spoil: bool = False, **of_index) -> None:
         return scores, pull_back(jnp.asarray(cotangent, jnp.float32))
 
     small = mock.patch.multiple(chosen_scores, ITEM=24, ROWS=16)
-    with interpreted(), small:
+    with interpreted(), small, mock.patch.object(backward_key, "PACKED_NUMBERS", 2):
         found, ours = scores_and_gradients(*(None if x is None else np.asarray(x, np.float32) for x in given))
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6, err_msg=case.name)
     for x, right in zip(ours, gradients, strict=True):
@@ -279,7 +281,7 @@ def check_scores_of_chosen_blocks():
     plain = _plain("chosen", config, batch=2, num_queries=60, num_heads=3, num_kv_heads=3)
     _check_chosen(plain)
     _check_chosen(dataclasses.replace(plain, name="chosen own keys", scale=-0.5), heads=3, shared=False)
-    _check_chosen(dataclasses.replace(plain, name="chosen weighted"), heads=2, weighted=True)
+    _check_chosen(dataclasses.replace(plain, name="chosen weighted"), spoil=True, heads=2, weighted=True)
     _check_chosen(dataclasses.replace(plain, name="chosen nan"), spoil=True, heads=2)
     packed = dataclasses.replace(cases.PACKED_ROWS, config=config, name="chosen packed")
     _check_chosen(packed, heads=2, weighted=True, shared=False)
