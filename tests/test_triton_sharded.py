@@ -96,19 +96,29 @@ def test_attention_moves_nothing(function, implementation):
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_selection_by_an_index_moves_nothing(shared):
-    """Of a key for all heads every device along `tensor` holds those of its rows, else those of its heads."""
+    """Of a key for all heads every device along `tensor` holds those of its rows, else those of its heads.
+
+    Scores of the chosen blocks move nothing either, nor their gradients, but for a key that heads share.
+    """
     key = array(BATCH, LENGTH, 1, DIM, spec=ROWS) if shared else array(BATCH, LENGTH, KV_HEADS, DIM)
     arrays = array(BATCH, LENGTH, KV_HEADS, 2, DIM), key
 
     def run(query, key, weights):
         settings = dict(config=CONFIG, implementation="triton")
-        return attention.select_by_index(query, key, weights=weights, **settings)
+        blocks = attention.select_by_index(query, key, weights=weights, **settings)
+
+        def score(query, key, weights):
+            return attention.block_scores(query, key, weights=weights, block_indices=blocks, **settings)
+
+        scores, pull_back = jax.vjp(score, query, key, weights)
+        d_query, d_key, d_weights = pull_back(scores)
+        return blocks, scores, d_query, d_weights, *(() if shared else (d_key,))
 
     program = compiled(run, *arrays, array(BATCH, LENGTH, KV_HEADS, 2))
 
     assert [x for x in operations(program) if x.name in COLLECTIVES] == []
     assert "triton_kernel_call_ffi" in program.as_text()
-    assert program.output_shardings.spec == BOTH
+    assert {sharding.spec for sharding in program.output_shardings} == {BOTH}
 
 
 def test_probabilities_move_nothing():
