@@ -304,7 +304,8 @@ def choose(
 
     * `"compressed_attention"`: query, key_cmp, value_cmp;
     * `"select_blocks"`: query, key_cmp;
-    * `"block_scores"`, `"select_by_index"`: query_index, key_index and, if there are any, weights;
+    * `"block_scores"`, `"select_by_index"`: query_index, key_index and, if there are any, weights and, of
+      the first, block_indices;
     * `"top_blocks"`: scores;
     * `"selected_attention"`: query, key_slc, value_slc, block_indices;
     * `"window_attention"`: query, key_win, value_win;

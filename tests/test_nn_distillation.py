@@ -181,7 +181,7 @@ def test_gradients_of_many_queries_stay_in_the_range_of_float16():
         at = 64 + jnp.arange(64, dtype=jnp.int32)[None]
         share = jnp.broadcast_to(jnp.array([0.0, 1.0]), (1, 64, 1, 2))
         config = NSAConfig(selection_block_size=32, num_initial_blocks=0, num_local_blocks=1)
-        settings = dict(config=config, segment_ids=None, scale=1.0, of_slots=False)
+        settings = dict(config=config, segment_ids=None, scale=1.0, scores_slots=False)
         with mock.patch.object(distillation.attention, "block_probabilities", return_value=share):
             return distillation.mean_loss(
                 scores, (), held, query, query, blocks, at, None, implementation="xla", **settings

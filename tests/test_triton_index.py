@@ -159,6 +159,8 @@ CHOSEN_CASES = {
         for name in ("lightning", "wide", "float32", "of dense heads", "packed")
     },
     (90, MSA._replace(block=256)): {CHOSEN, OF_CHOSEN_KEYS},
+    (90, MSA._replace(dtype="float32")): {CHOSEN, OF_CHOSEN_KEYS},
+    (89, TAUGHT["wide"]): {CHOSEN, OF_CHOSEN_KEYS},
     **{(capability, MSA): {CHOSEN, OF_CHOSEN_KEYS} for capability in TARGETS if capability != 90},
 }
 CHOSEN_SPILLS: dict = {}
@@ -212,6 +214,26 @@ def test_what_the_kernel_refuses(changes, rule):
         reason = dispatch.unsupported_reason(
             "select_by_index", "triton", *operands(shape), config=config_of(shape)
         )
+
+    assert rule in reason
+    assert has_form(reason)
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "rule"),
+    [
+        (90, dict(block=48), "that is a power of two of at least 16 to score chosen blocks, got 48"),
+        (89, dict(dim=80, dtype="float32"), "index keys of a chosen block to fit into shared memory"),
+    ],
+)
+def test_chosen_blocks_that_the_kernel_refuses(capability, changes, rule):
+    """All blocks of these can be scored."""
+    shape = MSA._replace(**changes)
+    blocks = jax.ShapeDtypeStruct((1, shape.queries, shape.kv_heads, 16), jnp.int32)
+    with triton_compile.device(capability):
+        known = "block_scores", "triton", *operands(shape)
+        reason = dispatch.unsupported_reason(*known, blocks, config=config_of(shape))
+        assert dispatch.unsupported_reason(*known, config=config_of(shape)) is None
 
     assert rule in reason
     assert has_form(reason)

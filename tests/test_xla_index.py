@@ -131,6 +131,21 @@ def test_scores_of_chosen_blocks_are_those_of_all(module, number):
                 np.testing.assert_allclose(ours, right, rtol=0, atol=1e-12)
 
 
+def test_many_chunks_add_up_gradients_of_keys_in_float32():
+    """Each of 512 queries gives its gradient to the first block; in bfloat16 the sum would stop growing."""
+    config = NSAConfig(num_selected_blocks=4)
+    ones = jnp.ones((1, 512, 1, 1, 4), jnp.bfloat16)
+    blocks = jnp.zeros((1, 512, 1, 4), jnp.int32)
+    placement = layout.place(config, batch=1, num_queries=512, num_keys=512)
+
+    def total(key):
+        sizes = SMALL._replace(query_chunk=1)
+        scores = xla.block_scores(ones, key, None, blocks.at[..., 1:].set(-1), placement, 1.0, sizes=sizes)
+        return scores[..., 0].sum()
+
+    assert (jax.grad(total)(ones[:, :, 0])[0, 0] == 512).all()
+
+
 def test_gradients_of_equal_tokens_go_to_the_first_token_and_head():
     case = dataclasses.replace(CASES[1][0], runs=None)
     given = index_cases.draw(case, heads=2, dim=4)

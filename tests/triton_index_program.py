@@ -254,6 +254,9 @@ def _check_chosen(case: cases.Case, spoil: bool = False, **of_index) -> None:
         given.query[0, 6, 0, :, 0] = math.inf
         given.key[-1, 20] = math.nan
         given.key[-1, 32:48] = math.nan
+        if given.weights is not None:
+            given.weights[0, 8, 1, 0] = math.inf
+            given.weights[0, 9, 1, 0] = math.nan
     slots = index_cases.slots_of(case, given).blocks
     expected, cotangent, gradients = index_cases.of_slots(case, given, slots)
     settings = dict(config=case.config, scale=case.scale, implementation="triton", **_where(case))
@@ -267,8 +270,9 @@ def _check_chosen(case: cases.Case, spoil: bool = False, **of_index) -> None:
         scores, pull_back = jax.vjp(score, *arrays)
         return scores, pull_back(jnp.asarray(cotangent, jnp.float32))
 
-    small = mock.patch.multiple(chosen_scores, ITEM=24, ROWS=16)
-    with interpreted(), small, mock.patch.object(backward_key, "PACKED_NUMBERS", 2):
+    tiles = dict(chosen_score_rows=lambda *_: 16, chosen_gradient_tile=lambda _: (16, 16))
+    small = mock.patch.multiple(chosen_scores, ITEM=16, **tiles)
+    with interpreted(), small, mock.patch.object(backward_key, "PACKED_NUMBERS", 4):
         found, ours = scores_and_gradients(*(None if x is None else np.asarray(x, np.float32) for x in given))
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6, err_msg=case.name)
     for x, right in zip(ours, gradients, strict=True):
@@ -283,9 +287,9 @@ def check_scores_of_chosen_blocks():
     _check_chosen(dataclasses.replace(plain, name="chosen own keys", scale=-0.5), heads=3, shared=False)
     _check_chosen(dataclasses.replace(plain, name="chosen weighted"), spoil=True, heads=2, weighted=True)
     _check_chosen(dataclasses.replace(plain, name="chosen nan"), spoil=True, heads=2)
+    _check_chosen(dataclasses.replace(plain, name="chosen nothing", scale=0.0), spoil=True, heads=2)
     packed = dataclasses.replace(cases.PACKED_ROWS, config=config, name="chosen packed")
     _check_chosen(packed, heads=2, weighted=True, shared=False)
-    _check_chosen(_plain("chosen odd blocks", ODD_BLOCKS))
 
 
 def check_public():

@@ -32,7 +32,8 @@ def block_scores(
     chooses by these scores, and stores them for a chunk only.
 
     With `block_indices` only these blocks are scored, and the result has `T R` numbers. By them a selection
-    learns where its target is what the attention gives to the blocks that it chose.
+    learns where its target is what the attention gives to the blocks that it chose. The Triton kernels do no
+    other work; `xla` scores all blocks of a chunk of queries, and keeps these.
 
     Args:
       query_index: `J` index queries for each KV head, rotated if the keys are.
@@ -74,6 +75,7 @@ def block_scores(
     )
     if block_indices is not None:
         block_indices = layout.distinct_blocks(block_indices, key_index.shape[1], config)
-    given = [x for x in floats.values() if x is not None]
-    operands = dict(**floats, block_indices=block_indices, **call._asdict())
+    arrays = dict(**floats, block_indices=block_indices)
+    given = [x for x in arrays.values() if x is not None]
+    operands = dict(**arrays, **call._asdict())
     return dispatch.run("block_scores", implementation, given, operands, config=config)

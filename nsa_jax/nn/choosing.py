@@ -156,16 +156,16 @@ class Choosing(nnx.Module):
             asked: Any = query
             held: Any = keys
             scores: Any = functools.partial(_importance, scale=self.scale)
-            of_slots = False
+            scores_slots = False
         else:
             asked, keys, at = self._asked(x, query, key_slc, positions, segment_ids)
             is_module = isinstance(self.selector, nnx.Module)
             graph, state = nnx.split(self.selector) if is_module else (self.selector, ())
-            of_slots = probabilities is not None and hasattr(self.selector, "chosen_scores")
-            held, scores = (keys, state), functools.partial(_of_selector, graph, of_slots)
+            scores_slots = probabilities is not None and hasattr(self.selector, "chosen_scores")
+            held, scores = (keys, state), functools.partial(_of_selector, graph, scores_slots)
         return mean_loss(
             scores, asked, held, query, key_slc, block_indices, at, probabilities, segment_ids=segment_ids,
-            of_slots=of_slots, **self._operation_settings(),
+            scores_slots=scores_slots, **self._operation_settings(),
         )  # fmt: skip
 
 
@@ -175,9 +175,9 @@ def _importance(query: Array, keys: Array, at: Array, **where: Any) -> Float32[A
 
 
 def _of_selector(
-    selector: Any, of_slots: bool, queries: Any, held: Any, at: Array, **where: Any
+    selector: Any, scores_slots: bool, queries: Any, held: Any, at: Array, **where: Any
 ) -> Float32[Array, "B T K M"] | Float32[Array, "B T K R"]:
     """Scores by a selector, given as the graph of a module, whose state is held beside the keys, or whole."""
     keys, state = held
     selector = nnx.merge(selector, state) if isinstance(selector, nnx.GraphDef) else selector
-    return (selector.chosen_scores if of_slots else selector.scores)(queries, keys, at, **where)
+    return (selector.chosen_scores if scores_slots else selector.scores)(queries, keys, at, **where)

@@ -34,7 +34,7 @@ def mean_loss(
     at: Int32[Array, "B T"],
     probabilities: Float[Array, "B T K R"] | None,
     *,
-    of_slots: bool,
+    scores_slots: bool,
     config: NSAConfig,
     segment_ids: Int[Array, "B T"] | None,
     scale: float,
@@ -55,7 +55,7 @@ def mean_loss(
       at: index of each query in its sequence, -1 for padding.
       probabilities: the target: what the selected branch gives to the blocks that the layer attends. None for
         what dense attention gives to each block.
-      of_slots: whether `scores` also takes `block_indices`, -1 in unused slots, and returns the scores of
+      scores_slots: whether `scores` also takes `block_indices`, -1 in unused slots, and returns the scores of
         these blocks alone. Then all queries are one chunk. Needs `probabilities`.
       config, segment_ids, scale, implementation: as in the operations.
 
@@ -66,7 +66,7 @@ def mean_loss(
     """
     batch, num_queries, num_kv_heads = block_indices.shape[:3]
     a_query = batch * num_kv_heads * layout.num_selection_blocks(key.shape[1], config)
-    chunks = 1 if of_slots else -(-num_queries // max(SCORES_AT_ONCE // a_query, 1))
+    chunks = 1 if scores_slots else -(-num_queries // max(SCORES_AT_ONCE // a_query, 1))
     tokens = -(-num_queries // chunks)
 
     weight = 1 / jnp.maximum((at >= 0).sum() * num_kv_heads, 1).astype(_wide(query))
@@ -86,7 +86,7 @@ def mean_loss(
         else:
             blocks = layout.distinct_blocks(blocks, key.shape[1], config)
             blocks = jnp.where(layout.is_forced(blocks, at[:, :, None, None], config), -1, blocks)
-            if of_slots:
+            if scores_slots:
                 found = scores(asked, held, at, block_indices=blocks, **where)
             else:
                 found = layout.of_slots(scores(asked, held, at, **where), blocks)

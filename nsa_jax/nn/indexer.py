@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from nsa_jax import attention
+from nsa_jax import attention, layout
 from nsa_jax.array_typing import Array, DType, Float, Float32, Int, Int32
 from nsa_jax.config import NSAConfig, check_config
 from nsa_jax.nn.checks import check_inputs, check_parameters
@@ -197,4 +197,6 @@ class Indexer(nnx.Module):
         block_indices: Int[Array, "B T K R"], **where: Any,
     ) -> Float32[Array, "B T K R"]:  # fmt: skip
         """Scores the blocks in the slots alone, with a gradient; see `Selector`."""
+        if type(self).scores is not Indexer.scores:  # a subclass scores in its own way
+            return layout.of_slots(self.scores(queries, keys, at, **where), block_indices)
         return self.scores(queries, keys, at, block_indices=block_indices, **where)

@@ -65,7 +65,6 @@ from nsa_jax.layout import (
     Placement,
     TokenKeysValues,
     num_selection_blocks,
-    of_slots,
     slots,
 )
 from nsa_jax.remat import BLOCK_INDICES, LSE, OUT
@@ -134,10 +133,9 @@ def block_scores(
 ) -> Float[Array, "B T K M"] | Float[Array, "B T K R"]:
     """The scores that an indexer gives to the blocks, or to those that are named."""
     operands = query_index, flat_if_shared(key_index), weights
-    if block_indices is not None and chosen_scores.fits(query_index, placement.config):
-        return _chosen_scores(*operands, block_indices, placement, scale)
-    scores = _block_scores(*operands, placement, scale)
-    return scores if block_indices is None else of_slots(scores, block_indices)
+    if block_indices is None:
+        return _block_scores(*operands, placement, scale)
+    return _chosen_scores(*operands, block_indices, placement, scale)
 
 
 @partial(jax.jit, static_argnames=("scale",))
@@ -389,7 +387,7 @@ def _block_scores_backward(scale, residuals, d_scores):
     *operands, placement = residuals
     differentiate = _divisible(score_gradients, scale=scale)
     d_query, d_keys, d_weights = differentiate(*operands, d_scores, placement)
-    return d_query, _of_all_heads(d_keys, operands[1]), d_weights, None
+    return d_query, _like_keys(d_keys, operands[1]), d_weights, None
 
 
 _block_scores.defvjp(_block_scores_forward, _block_scores_backward)
@@ -411,14 +409,14 @@ def _chosen_scores_backward(scale, residuals, d_scores):
     *operands, placement = residuals
     differentiate = _divisible(chosen_scores.chosen_gradients, scale=scale)
     d_query, d_keys, d_weights = differentiate(*operands, d_scores, placement)
-    return d_query, _of_all_heads(d_keys, operands[1]), d_weights, None, None
+    return d_query, _like_keys(d_keys, operands[1]), d_weights, None, None
 
 
 _chosen_scores.defvjp(_chosen_scores_forward, _chosen_scores_backward)
 
 
-def _of_all_heads(d_keys: Float[Array, "B S K E"], keys: Float[Array, "B ..."]) -> Float[Array, "B ..."]:
-    """The gradient of keys as `flat_if_shared` has them."""
+def _like_keys(d_keys: Float[Array, "B S K E"], keys: Float[Array, "B ..."]) -> Float[Array, "B ..."]:
+    """The gradient of keys as `flat_if_shared` has them: a key that KV heads share has the sum of theirs."""
     if keys.ndim == 2:
         d_keys = d_keys.sum(axis=2)
     return d_keys.reshape(keys.shape).astype(keys.dtype)

@@ -559,6 +559,27 @@ def index_gradient_tile(float_bytes: int, dim: int) -> tuple[int, int]:
     return (64, 4) if float_bytes * dim <= 256 else (32, 4)
 
 
+CHOSEN_STAGES = 2  # tiles of queries in flight where the chosen blocks are scored
+_CHOSEN_FLOATS = 8192  # most numbers of a tile there
+
+
+def chosen_score_rows(float_bytes: int, dim: int, block_size: int, gpu: int) -> int:
+    """Pairs of a query and a chosen block in a tile of scores; 0 if no tile fits into shared memory."""
+    parts = 2 if float_bytes == 4 else 1  # of an operand of a product
+    for rows in (64, 32, 16):
+        shared_bytes = parts * (block_size + CHOSEN_STAGES * rows) * dim * float_bytes
+        if rows * block_size <= _CHOSEN_FLOATS and shared_bytes + INDEX_CONVERSION_BYTES <= SHARED_BYTES[gpu]:
+            return rows
+    return 0
+
+
+def chosen_gradient_tile(dim: int) -> tuple[int, int]:
+    """Most keys, and pairs, of a tile of the key gradients of chosen blocks."""
+    padded = 1 << (dim - 1).bit_length()
+    keys = max(_CHOSEN_FLOATS // padded, 16)
+    return keys, min(keys, 64)
+
+
 INDEX_CONVERSION_BYTES = 2 * KIB  # beside tiles: block maxima of a tile, as compiled
 _I = IndexSizes
 INDEX = (

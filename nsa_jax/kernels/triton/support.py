@@ -14,7 +14,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import gpu
 from nsa_jax.kernels.triton.decode.sizes import STEP_LIST_BLOCKS, step_list_blocks
 from nsa_jax.kernels.triton.dims import padded_heads, splits
-from nsa_jax.kernels.triton.sizes import SHARED_BYTES
+from nsa_jax.kernels.triton.sizes import SHARED_BYTES, chosen_score_rows
 from nsa_jax.layout.quantised import LARGEST, is_quantised
 
 OLDEST_CAPABILITY = (8, 0)
@@ -84,7 +84,7 @@ def unsupported_reason(
     if operation == "dense_decode_step":
         return _step_rows(floats)
     if operation in _OF_AN_INDEX:
-        return _index(operation, floats, config)
+        return _index(operation, floats, config, chosen=len(floats) < len(arrays))
     if operation == "decode_step":
         return _step(floats, config, scored=len(floats) == len(arrays))
     if reason := _tiles(operation, floats, config):
@@ -164,8 +164,8 @@ def _step_rows(floats: list) -> str | None:
     return None
 
 
-def _index(operation: str, floats: list, config: NSAConfig | None) -> str | None:
-    """Why an indexer cannot select (index queries and keys); None if it can."""
+def _index(operation: str, floats: list, config: NSAConfig | None, chosen: bool) -> str | None:
+    """Why an indexer cannot select, or score blocks, or `chosen` ones (index queries and keys); or None."""
     if config is None:
         return None
     block = config.selection_block_size
@@ -184,7 +184,20 @@ def _index(operation: str, floats: list, config: NSAConfig | None) -> str | None
                 f"{block} keys of dim {query.shape[-1]} in {query.dtype.name}. Cast the arrays, or use "
                 "implementation='xla'."
             )
-    return None if operation == "block_scores" else _blocks(operation, config)
+    if not chosen:
+        return None if operation == "block_scores" else _blocks(operation, config)
+    if block < 16 or block & (block - 1):
+        return (
+            "the Triton kernels need a selection_block_size that is a power of two of at least 16 to score "
+            f"chosen blocks, got {block}. Use implementation='xla'."
+        )
+    if floats and not chosen_score_rows(query.dtype.itemsize, query.shape[-1], block, gpu.target()):
+        return (
+            "the Triton kernels need the index keys of a chosen block to fit into shared memory, got "
+            f"{block} keys of dim {query.shape[-1]} in {query.dtype.name}. Cast the arrays, or use "
+            "implementation='xla'."
+        )
+    return None
 
 
 def _tiles(operation: str, floats: list, config: NSAConfig | None) -> str | None:

@@ -19,7 +19,7 @@ from nsa_jax.kernels.xla import chunks as cutting
 from nsa_jax.kernels.xla.chunks import ChunkPlaces
 from nsa_jax.kernels.xla.masked import accumulator, finite, product
 from nsa_jax.kernels.xla.sizes import Sizes
-from nsa_jax.layout import Placement
+from nsa_jax.layout import Placement, of_slots
 from nsa_jax.layout.quantised import widened
 from nsa_jax.option_checks import LARGEST_INT
 
@@ -72,32 +72,37 @@ class _Tile(NamedTuple):
     visible: Bool[Array, "B tokens tile"]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def scores_of_blocks(
     query: Float[Array, "B T K J E"],
     keys: Float[Array, "B S I E"],
     weights: Float[Array, "B T K J"] | None,
+    block_indices: Int32[Array, "B T K R"] | None,
     placement: Placement,
     plan: ScorePlan,
-) -> Float[Array, "B T K M"]:
-    """The scores of all queries, as `nsa_jax.block_scores` returns them."""
-    return _forward(query, keys, weights, placement, plan)[0]
+) -> Float[Array, "B T K M"] | Float[Array, "B T K R"]:
+    """The scores of all queries, as `nsa_jax.block_scores` returns them.
+
+    With `block_indices` all blocks are scored, too, but no more than those of a chunk exist at a time.
+    """
+    return _forward(query, keys, weights, block_indices, placement, plan)[0]
 
 
-def _forward(query, keys, weights, placement, plan: ScorePlan):
+def _forward(query, keys, weights, block_indices, placement, plan: ScorePlan):
     padded = padded_keys(keys, plan)
-    chunks, places = _split(query, weights, placement, plan)
+    chunks, places = _split(query, weights, block_indices, placement, plan)
 
     def score_chunk(inputs):
-        (query, weights), place = inputs
-        return scores_of_chunk(query, padded, weights, place.placement(placement, plan.tokens), plan)
+        (query, weights, blocks), place = inputs
+        scores = scores_of_chunk(query, padded, weights, place.placement(placement, plan.tokens), plan)
+        return scores if blocks is None else of_slots(scores, blocks)
 
     scores = cutting.over_chunks(score_chunk, (chunks, places))
-    return cutting.join_tokens(scores, query.shape[1]), (query, keys, weights, placement)
+    return cutting.join_tokens(scores, query.shape[1]), (query, keys, weights, block_indices, placement)
 
 
-def _split(query, weights, placement, plan: ScorePlan):
-    arrays = (query, weights)
+def _split(query, weights, block_indices, placement, plan: ScorePlan):
+    arrays = (query, weights, block_indices)
     chunks = jax.tree.map(lambda x: cutting.split_tokens(x, plan.tokens), arrays)
     return chunks, ChunkPlaces.of(placement, plan.tokens)
 
@@ -205,14 +210,17 @@ def _score(
 
 
 def _backward(plan, residuals, d_scores):
-    query, keys, weights, placement = residuals
+    query, keys, weights, block_indices, placement = residuals
     accumulate, padded = accumulator(query), padded_keys(keys, plan)
     more = _whole_tiles(plan) - plan.num_blocks
-    d_scores = jnp.pad(d_scores, ((0, 0),) * 3 + ((0, more),))
-    chunks, places = _split(query, weights, placement, plan)
+    chunks, places = _split(query, weights, block_indices, placement, plan)
 
     def differentiate_chunk(d_keys, inputs):
-        (query, weights), place, d_scores = inputs
+        (query, weights, blocks), place, d_scores = inputs
+        if blocks is not None:
+            nothing = jnp.zeros_like(d_scores, shape=(*d_scores.shape[:3], plan.num_blocks))
+            (d_scores,) = jax.vjp(lambda scores: of_slots(scores, blocks), nothing)[1](d_scores)
+        d_scores = jnp.pad(d_scores, ((0, 0),) * 3 + ((0, more),))
 
         def differentiate_tile(tile: _Tile, carry):
             d_keys, *d_rows = carry
@@ -239,6 +247,7 @@ def _backward(plan, residuals, d_scores):
         d_query.astype(query.dtype),
         d_keys[:, : keys.shape[1]].astype(keys.dtype),
         None if weights is None else d_weights.astype(weights.dtype),
+        None,
         None,
     )
 

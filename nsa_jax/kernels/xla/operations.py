@@ -22,7 +22,7 @@ from nsa_jax.kernels.xla.range_attention import BranchName, Plan, attend_all, at
 from nsa_jax.kernels.xla.selected import NO_BLOCK, BlockLists, ItemSizes, block_attention
 from nsa_jax.kernels.xla.selection import best_of_any, choose_blocks
 from nsa_jax.kernels.xla.sizes import DEFAULT, Sizes
-from nsa_jax.layout import Placement, of_slots
+from nsa_jax.layout import Placement
 
 
 @partial(jax.jit, static_argnames=("scale", "sizes"))
@@ -95,18 +95,7 @@ def block_scores(
 ) -> Float[Array, "B T K M"] | Float[Array, "B T K R"]:
     """The scores that an indexer gives to the blocks, or to those that are named."""
     plan = ScorePlan.of(query_index, key_index.shape[1], placement.config, scale, sizes)
-    if block_indices is None:
-        return scores_of_blocks(query_index, key_index, weights, placement, plan)
-
-    def score_chunk(inputs):
-        query, weights, blocks, places = inputs
-        here = places.placement(placement, plan.tokens)
-        return of_slots(scores_of_blocks(query, key_index, weights, here, plan), blocks)
-
-    arrays = (query_index, weights, block_indices)
-    chunks = jax.tree.map(lambda x: cutting.split_tokens(x, plan.tokens), arrays)
-    scores = cutting.over_chunks(score_chunk, (*chunks, ChunkPlaces.of(placement, plan.tokens)))
-    return cutting.join_tokens(scores, query_index.shape[1])
+    return scores_of_blocks(query_index, key_index, weights, block_indices, placement, plan)
 
 
 @partial(jax.jit, static_argnames=("scale", "sizes"))

@@ -10,7 +10,7 @@ an item, so programs that run at the same time read the same queries from L2. Qu
 whole block, mostly those inside it, come first; only their loop is masked.
 
 No atomics: each item of a block with several items stores float32 partial sums. A second kernel, grid =
-(blocks, B K, block / 16), in packed rows for 64 blocks each, adds them in the order of the items and writes
+(blocks, B K, block / 16), in packed rows for 16 blocks each, adds them in the order of the items and writes
 them into `d_key` and `d_value`, which already hold the blocks with one item. So all runs give the same bits.
 
 Registers: `keys (H + V + 2 rows) / 128` floats a thread at 4 warps (192 at 64 keys, 64 rows, 128/128). Shared
@@ -124,7 +124,7 @@ def join_items(
 
 
 # Of the blocks of packed rows, whose numbers are mostly unused, a program looks at so many.
-PACKED_NUMBERS = 64
+PACKED_NUMBERS = 16
 
 
 class KeyTile(NamedTuple):

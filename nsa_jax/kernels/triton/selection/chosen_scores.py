@@ -15,10 +15,10 @@ Why this order: beside all blocks, `R` of `M` are scored, and every product is o
 tile of neighbours would score the union of their blocks.
 
 Registers: `ROWS BLOCK / 128` floats a thread for scores (64 for blocks of 128), `(KEYS + ROWS) E / 128` for
-gradients of keys (at most 128). Shared memory of scores: `(BLOCK + ROWS) E itemsize`, 48 KB for blocks of 128
-with E = 128 in bfloat16. Memory: a score, a token and J gradients of products for each pair, 4 bytes
+gradients of keys (at most 128). Shared memory of scores: `(BLOCK + 2 ROWS) E itemsize`, 64 KB for blocks of
+128 with E = 128 in bfloat16. Memory: a score, a token and J gradients of products for each pair, 4 bytes
 each, its code, and partial sums, `8 BLOCK E` bytes for each ITEM pairs. Floor for 32k tokens of SmolLM2 (3 KV
-heads, E = 32, 14 slots of 128): 1.4 M pairs, 11 GFLOP; 0.1 GB of queries gathered, three times: 0.1 ms.
+heads, J = 3, E = 32, 13 slots of 128): 1.3 M pairs, 31 GFLOP; 0.25 GB of queries, gathered from L2.
 """
 
 import jax
@@ -27,8 +27,6 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float, Int32
-from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.triton.dims import padded_heads as power_of_two
 from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.gpu import target
 from nsa_jax.kernels.triton.launch import launch, like, named
@@ -39,29 +37,12 @@ from nsa_jax.kernels.triton.selected.chosen_rows import load_item
 from nsa_jax.kernels.triton.selected.item_table import ITEM_FIELDS
 from nsa_jax.kernels.triton.selected.items import BlockItems, invert
 from nsa_jax.kernels.triton.selected.unions import last_rows
-from nsa_jax.kernels.triton.selection.block_scores import finite, query_gradients
+from nsa_jax.kernels.triton.selection.block_scores import finite, in_range, query_gradients
 from nsa_jax.kernels.triton.selection.index_scores import by_heads
-from nsa_jax.kernels.triton.sizes import INDEX_CONVERSION_BYTES, SHARED_BYTES
+from nsa_jax.kernels.triton.sizes import CHOSEN_STAGES, chosen_gradient_tile, chosen_score_rows
 from nsa_jax.layout import Placement
 
 ITEM = 1024  # most pairs of an item
-ROWS = 64  # most pairs of a tile
-SCORE_FLOATS = 8192  # most scores of one
-STAGES = 2  # tiles of queries in flight
-KEY_FLOATS = 8192  # most numbers of a tile of key gradients, and of one of queries beside it
-
-
-def fits(query: Float[Array, "B T K J E"], config: NSAConfig) -> bool:
-    """Whether the kernels take the blocks; else scores of all blocks serve."""
-    size, width = config.selection_block_size, query.dtype.itemsize
-    parts = 2 if width == 4 else 1  # of an operand of a product in float32
-    shared_bytes = parts * (size + STAGES * _rows(size)) * query.shape[4] * width + INDEX_CONVERSION_BYTES
-    return size >= 16 and size == power_of_two(size) and shared_bytes <= SHARED_BYTES[target()]
-
-
-def _rows(block_size: int) -> int:
-    """Pairs of a tile of scores."""
-    return min(ROWS, SCORE_FLOATS // block_size)
 
 
 def score_chosen(
@@ -80,19 +61,22 @@ def score_chosen(
     keys = by_heads(keys, dim)
     items = _items(block_indices, placement, keys.shape[1])
     first, second = split_dim(dim)
+    rows = chosen_score_rows(query.dtype.itemsize, dim, placement.config.selection_block_size, target())
     scores, tokens = launch(
         chosen_scores_kernel, query, keys, weights, items.tokens, items.items, last_rows(placement),
         out=(like(block_indices, dtype="float32"), like(block_indices)),
-        grid=(items.items.shape[0],), num_warps=4, num_stages=STAGES, num_queries=num_queries,
+        grid=(items.items.shape[0],), num_warps=8 if query.dtype == jnp.float32 else 4,
+        num_stages=CHOSEN_STAGES, num_queries=num_queries,
         num_keys=keys.shape[1], scale=abs(scale), FIELDS=ITEM_FIELDS, KV_HEADS=num_kv_heads,
         KEY_HEADS=keys.shape[2], HEADS=heads, E0=first, E1=second,
         BLOCK=placement.config.selection_block_size, R=block_indices.shape[3],
-        ROWS=_rows(placement.config.selection_block_size),
+        ROWS=rows,
         NEGATIVE=scale < 0, PRECISION=precision(query.dtype),
     )  # fmt: skip
     at, size = placement.position[:, :, None, None], placement.config.selection_block_size
     written = (block_indices >= 0) & (block_indices * size <= at)
-    return jnp.where(written, scores, -jnp.inf), jnp.where(written, tokens, -1)
+    # Infinity times a scale of 0 is NaN.
+    return jnp.where(written & ~jnp.isnan(scores), scores, -jnp.inf), jnp.where(written, tokens, -1)
 
 
 def chosen_gradients(
@@ -114,19 +98,20 @@ def chosen_gradients(
     items = _items(block_indices, placement, keys.shape[1])
     first, second = split_dim(dim)
     size = placement.config.selection_block_size
-    padded = power_of_two(dim)
-    tile = min(size, max(KEY_FLOATS // padded, 16))
+    d_products, peak = in_range(d_products, query.dtype)
+    tile, rows = chosen_gradient_tile(dim)
+    tile = min(tile, size)
     parts = jax.ShapeDtypeStruct((max(items.num_partials, 1), size, dim), jnp.float32)
     part_keys, d_keys = launch(
         chosen_key_gradients_kernel, query, tokens, d_products, items.tokens, items.items,
         out=(parts, jax.ShapeDtypeStruct((batch, keys.shape[1], num_kv_heads, dim), jnp.float32)),
         grid=(items.items.shape[0], size // tile), num_warps=4, num_stages=1, num_queries=num_queries,
         num_keys=keys.shape[1], FIELDS=ITEM_FIELDS, KV_HEADS=num_kv_heads, HEADS=heads, E0=first, E1=second,
-        BLOCK=size, KEYS=tile, R=block_indices.shape[3], ROWS=min(ROWS, max(KEY_FLOATS // padded, 16)),
+        BLOCK=size, KEYS=tile, R=block_indices.shape[3], ROWS=rows,
         PRECISION=precision(query.dtype),
     )  # fmt: skip
     d_keys, _ = join_items(items, part_keys, None, d_keys, None)
-    return d_query, d_keys, d_weights
+    return d_query, d_keys * peak, d_weights
 
 
 def _items(block_indices: Int32[Array, "B T K R"], placement: Placement, num_keys: int) -> BlockItems:
