@@ -7,6 +7,7 @@ import queue
 import signal
 import threading
 
+import garbage
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,6 +107,7 @@ def live_bytes():
     return sum(x.nbytes for x in jax.live_arrays())
 
 
+@garbage.of_this_test()
 def test_requests_that_come_go_and_are_cancelled_write_what_generate_writes(exact):
     """200 in four rounds. After each all slots are free, and after the first no more memory is held."""
     (model, batcher), rng, reasons, held = exact, np.random.default_rng(1), [], []

@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 
+import garbage
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +42,13 @@ def saved(tmp_path_factory):
 @pytest.fixture
 def copy(saved, tmp_path):
     return shutil.copytree(saved, tmp_path / "copy")
+
+
+@pytest.fixture(autouse=True)
+def _garbage_of_this_test():
+    """A read that fails collects garbage."""
+    with garbage.of_this_test():
+        yield
 
 
 @pytest.fixture
