@@ -320,10 +320,6 @@ def test_seed_reproduces_and_another_one_differs(model):
     assert rows_of(first) != rows_of(other)
 
 
-def test_chunk_size_does_not_change_the_draws(model):
-    assert rows_of(run(model, temperature=1.0)) == rows_of(run(model, temperature=1.0, chunk_size=7))
-
-
 def test_row_is_independent_of_the_others(model):
     """With its own key a row comes out the same in another place, beside other rows or alone."""
     keys = jax.random.split(jax.random.key(0), 3)

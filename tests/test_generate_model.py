@@ -16,8 +16,9 @@ from nsa_jax.model import Transformer, TransformerConfig
 
 VOCAB = 17
 CONFIG = TransformerConfig(
-    vocab_size=VOCAB, num_layers=1, model_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=16, nsa=SMALL
-)
+    vocab_size=VOCAB, num_layers=1, model_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=16, nsa=SMALL,
+    qkv_bias=True, normalize_qk=True,
+)  # fmt: skip
 NEW = 24
 PROMPTS = np.random.default_rng(0).integers(0, VOCAB, (3, 27))
 LENGTHS = np.array([27, 3, 14])  # 3 is less than a compression block; 27 + 24 tokens are 7 selection blocks
@@ -38,7 +39,10 @@ def generated(model):
 
 
 def test_greedy_equals_argmax_of_full_forwards(model, generated):
-    """One full forward over the generated text gives, for every position, the token that comes next."""
+    """One full forward over the generated text gives, for every position, the token that comes next.
+
+    The model writes as it is prepared, the forward is that of the model itself.
+    """
     tokens = np.zeros((3, 27 + NEW), np.int32)
     for row, length in enumerate(LENGTHS):
         tokens[row, :length] = PROMPTS[row, :length]
