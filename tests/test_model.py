@@ -132,8 +132,8 @@ def test_steps_with_given_blocks_equal_the_full_forward():
 
 
 def test_one_step_of_training_moves_every_parameter():
-    config = dataclasses.replace(CONFIG, num_layers=1)
-    model = make_model(config)
+    """Those of a layer of NSA do by test_nn_attention."""
+    model = make_model(dataclasses.replace(DENSE, num_layers=1))
     graph, state = nnx.split(model)
     ids = tokens()
 

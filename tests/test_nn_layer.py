@@ -161,26 +161,18 @@ def test_no_sharding_metadata_unless_asked_for():
 
 
 def test_from_linen():
-    """init and apply through the bridge give the NNX layer's parameters, outputs and gradients."""
-    x, cotangent = np.random.default_rng(0).standard_normal((2, *X.shape)).astype(np.float32)
+    """init and apply through the bridge give the NNX layer's parameters and outputs."""
     options = dict(branches=("slc",), selector=Recent)
     linen_layer = nnx.bridge.to_linen(NSAAttention, HEADS, WIDTH, **SIZES, **options)
     graph, state = nnx.split(abstract_layer(**options))
-
-    def through_linen(variables, x):
-        return (linen_layer.apply(variables, x) * cotangent).sum()
-
-    def through_nnx(state, x):
-        return (nnx.merge(graph, state)(x) * cotangent).sum()
+    x = np.random.default_rng(0).standard_normal(X.shape).astype(np.float32)
 
     variables = jax.jit(linen_layer.init)(jax.random.key(0), x)
     nnx.replace_by_pure_dict(state, variables["params"])
-    loss, gradients = jax.jit(jax.value_and_grad(through_linen))(variables, x)
-    expected, expected_gradients = jax.jit(jax.value_and_grad(through_nnx))(state, x)
 
     assert set(variables) == {"params"}
-    assert loss == expected
-    jax.tree.map(np.testing.assert_array_equal, gradients["params"], nnx.to_pure_dict(expected_gradients))
+    expected = jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, x)
+    np.testing.assert_array_equal(jax.jit(linen_layer.apply)(variables, x), expected)
 
 
 @pytest.mark.parametrize(
