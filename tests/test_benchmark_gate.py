@@ -92,10 +92,6 @@ def query_gradient_halved_when_long(query, *keys, **options):
     return RIGHT(with_gradient(query, halved) if query.shape[1] == LENGTH else query, *keys, **options)
 
 
-def query_gradient_halved_in_batches(query, *keys, **options):
-    return RIGHT(with_gradient(query, halved) if query.shape[0] > 1 else query, *keys, **options)
-
-
 def value_gradient_halved_in_the_last_row(query, key, value, **options):
     wrong = with_gradient(value, lambda x: x.at[1:].multiply(0.5))
     return RIGHT(query, key, wrong, **options)
@@ -133,9 +129,7 @@ WRONG_WHEN_SMALL = {
 }
 WRONG_AS_TIMED = {
     "output": ("window_attention", wrong_when_long, "fwd", []),
-    "query, long": ("window_attention", query_gradient_halved_when_long, "bwd", []),
     "query, long, fwd_bwd": ("window_attention", query_gradient_halved_when_long, "fwd_bwd", []),
-    "query, batch": ("window_attention", query_gradient_halved_in_batches, "bwd", BATCH),
     "value, last row": ("window_attention", value_gradient_halved_in_the_last_row, "bwd", BATCH),
     "key, last tokens": ("window_attention", key_gradient_missing_at_the_end, "bwd", []),
     "key, late queries": ("window_attention", key_gradient_of_half_the_queries, "bwd", []),

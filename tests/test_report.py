@@ -212,6 +212,7 @@ def test_tests_that_fail_are_named(tmp_path):
         ("nsa_jax.doctor", 1, '{"ok": false, "problems": ["no plugin"]}', ["no plugin"]),
         ("nsa_jax.doctor", 1, "Traceback\nKeyError: 1", ["exit status 1: KeyError: 1"]),
         ("nsa_jax.doctor", 0, '{"doctor": 1}', ["its results cannot be read: KeyError, 'problems'"]),
+        ("parity", 0, '{"quantities": 3, "missed": [], "skipped": {}}', []),
         ("parity", 2, "parity: no torch", ["exit status 2: parity: no torch"]),
     ],
 )
@@ -723,34 +724,25 @@ def test_the_machine_is_seen_by_a_process_of_its_own(monkeypatch):
 
 
 # Instead of the quick sizes: one branch at one short length. What the doctor really says is judged in
-# test_doctor; `ranges` runs parity too.
-SHORT = {
-    "environment": ("python -m benchmarks.roofline",),
-    "decode": (
-        "python -m benchmarks.decode --lengths 576 --heads 4 --kv-heads 1 --head-dim 16 --num-layers 1 "
-        "--branch win --budget-s 0.05 --csv $OUT/steps.csv --output $OUT/rows.jsonl",
-        "python -m benchmarks.decode.summary $OUT/steps.csv",
-    ),
-}
+# test_doctor, what the ceiling says in test_benchmarks, and what parity says above.
+SHORT = (
+    "python -m benchmarks.decode --lengths 576 --heads 4 --kv-heads 1 --head-dim 16 --num-layers 1 "
+    "--branch win --budget-s 0.05 --csv $OUT/steps.csv --output $OUT/rows.jsonl",
+    "python -m benchmarks.decode.summary $OUT/steps.csv",
+)
 
 
 @pytest.mark.slow
-def test_a_short_run_of_the_real_steps_passes(tmp_path, monkeypatch):
-    pytest.importorskip("torch", reason="parity needs the extra `torch`")
+def test_a_short_run_of_a_real_step_passes(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="the summary of decode steps needs the extra `bench`")
     monkeypatch.undo()
-    table = steps.load()
-    for name, commands in SHORT.items():
-        plan = Plan(300.0, 30.0, commands)
-        table[name] = dataclasses.replace(table[name], plans=dict.fromkeys(table[name].plans, plan))
-    chosen = ("environment", "ranges", "decode")
+    decode = steps.load()["decode"]
+    plans = dict.fromkeys(decode.plans, Plan(300.0, 30.0, SHORT))
 
-    status, text, report = run(tmp_path, table.values(), "--quick", "--steps", *chosen)
+    status, text, report = run(tmp_path, [dataclasses.replace(decode, plans=plans)], "--quick")
 
-    assert statuses(report) == dict.fromkeys(chosen, "PASS"), text
+    assert statuses(report) == {"decode": "PASS"}, text
     assert status == 0
-    assert "ceiling in float32: copy" in text
-    assert "| `blocks from ranges` |" in text
     assert "![steps](decode/steps.png)" in text
     assert "reads(dec)" in text
     assert (tmp_path / "abc" / "decode" / "steps.png").exists()
