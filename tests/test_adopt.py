@@ -51,7 +51,7 @@ from nsa_jax.pretrained import ChatFormat, conversion, load, load_chat_format
 SIZES = dict(l=8, d=4, block=8, n=4, w=8, length=64, batch=2, rows=3, dtype="float32")
 SIZES |= dict(selector="importance", branches=BRANCHES)
 STEPS = {"distil-steps": 60, "sparse-steps": 3, "warmup": 1, "new-learning-rate": 1e-2, "logit-weight": 0.5}
-WHOLE = SIZES | STEPS | {"needles": 1, "needle-lengths": 160, "rope-base": 400.0}
+WHOLE = SIZES | STEPS | {"branches": ("cmp", "slc"), "needles": 1, "needle-lengths": 160, "rope-base": 400.0}
 SHORT = SIZES | {"needles": 0, "distil-steps": 2, "sparse-steps": 0}
 
 
@@ -239,6 +239,7 @@ def test_the_dense_model_teaches_in_bfloat16(source, files, tmp_path, monkeypatc
 
     monkeypatch.setattr(training, "_update", update)
     taught = SHORT | {"distil-steps": 0, "sparse-steps": 1, "logit-weight": 0.5}
+    taught |= dict(selector="indexer", branches="slc")
     for dtype in ("bfloat16", "float32"):
         assert run(source, files, tmp_path / dtype, taught | dict(dtype=dtype)) == 0
         (told[dtype],) = rows(tmp_path / dtype, "sparse")
@@ -254,6 +255,7 @@ def test_the_model_of_the_run_can_be_loaded(finished):
     template = ChatFormat("{{ messages }}", (), dict(eos_token=TOKENS[0]))
     assert load_chat_format(finished / "model") == template
     assert model.config.rope_base == WHOLE["rope-base"]
+    assert model.config.branches == WHOLE["branches"]
 
     assert tokenizer.encode("a").ids
     assert not model.config.remat

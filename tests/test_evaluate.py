@@ -250,15 +250,15 @@ def recall_by_loops(model, tokens, segment_ids, counted):
     return len(measured[0]), np.mean(measured, axis=1).T
 
 
-@pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
-def test_block_recall_by_loops(some, monkeypatch):
+def test_block_recall_by_loops(monkeypatch):
+    """Of some queries. Pages and runs of adopt count them all."""
     monkeypatch.setattr(recall, "PROBABILITIES_AT_ONCE", 2 * 2 * 11 * 10)  # chunks of ten queries or fewer
     tokens = np.random.default_rng(0).integers(0, MODEL.vocab_size, SEGMENTS.shape)
     counted = np.random.default_rng(1).random(SEGMENTS.shape) < 0.5
     with jax.enable_x64(True):
         model = randomised(abstract(Transformer, RECALLED), scale=0.5)
-        expected = recall_by_loops(model, tokens, SEGMENTS, counted if some else np.ones_like(counted))
-        found = block_recall(model, tokens, segment_ids=SEGMENTS, counted=counted if some else None)
+        expected = recall_by_loops(model, tokens, SEGMENTS, counted)
+        found = block_recall(model, tokens, segment_ids=SEGMENTS, counted=counted)
 
     assert found.layers == (1,)
     assert found.queries == expected[0] > 5

@@ -107,9 +107,9 @@ def may_change(name: str) -> bool:
 
 def names(source: str) -> Iterator[str]:
     """Dotted names of other packages that a file imports or reads, the longest of each expression."""
-    tree = ast.parse(source)
+    nodes = list(ast.walk(ast.parse(source)))
     known: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Import(names=aliases):
                 for alias in aliases:
@@ -120,8 +120,8 @@ def names(source: str) -> Iterator[str]:
                 for alias in aliases:
                     known[alias.asname or alias.name] = f"{module}.{alias.name}"
                     yield f"{module}.{alias.name}"
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(tree):
+    inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    for node in nodes:
         whole = id(node) not in inner and isinstance(node, ast.Attribute | ast.Name | ast.Call)
         if whole and (name := dotted(node, known)):
             yield name
