@@ -16,6 +16,7 @@ from nsa_jax.generate import (
     advance,
     drafts,
     extend,
+    gather,
     generate,
     start,
     stream,
@@ -87,6 +88,17 @@ def test_a_model_that_always_agrees_spares_all_steps_but_one_in_five():
     told, _ = written(MODEL, AGREES, calls=((21,),), **ENDLESS)
 
     assert steps_of(told) == 4
+
+
+def test_rows_that_are_gathered_keep_what_their_drafts_have_read():
+    state = start(MODEL, PROMPTS, lengths=LENGTHS, max_length=ROOM, drafts=AGREES, pad_id=99, **ENDLESS)
+    others = gather(state, np.array([0, 0, 2]))
+
+    _, new = advance(state, 21)
+    _, fewer = advance(others, 21)
+
+    assert fewer.tokens.tolist() == [new.tokens[row].tolist() for row in (0, 0, 2)]
+    assert int(fewer.steps) == int(new.steps) == 4
 
 
 def test_a_refused_draft_leaves_nothing_behind():
