@@ -15,6 +15,7 @@ from test_generate import Stub
 from token_table import TokenTable
 
 from nsa_jax.generate import (
+    DraftModel,
     Ended,
     advance,
     extend,
@@ -120,6 +121,21 @@ def test_continued_equals_naive(model, endless, steps):
 
     assert joined(texts_of(PROMPTS, LENGTHS), rows) == endless
     assert state.lengths.tolist() == (LENGTHS + 21).tolist()
+
+
+def test_drafts_change_no_token(model, endless):
+    """Some are refused and others are taken, because the other model draws with the same keys."""
+    dense = dataclasses.replace(CONFIG, attention="dense")
+    other = randomised(abstract(Transformer, dense, implementation="xla"), 0.5, seed=5)
+    state = begun(model, drafts=DraftModel(other, 2))
+    others = gather(state, np.array([0, 0, 2]))
+
+    _, new = advance(state, 21)
+    _, fewer = advance(others, 21)
+
+    assert joined(texts_of(PROMPTS, LENGTHS), new.tokens.tolist()) == endless
+    assert fewer.tokens.tolist() == [new.tokens[row].tolist() for row in (0, 0, 2)]
+    assert 20 / 3 < int(fewer.steps) < 20
 
 
 def test_a_turn_is_added_to_rows_of_different_lengths(model, naive):
