@@ -53,7 +53,7 @@ def run_two(*arguments: str) -> list[str]:
 
 
 def test_two_processes_do_what_one_device_does(tmp_path):
-    """They train the example, and one process reads their checkpoint; then train and decode once more."""
+    """They train the example, and one process reads their checkpoint; then they decode."""
     sizes = dict(steps=2, batch=2, length=64, layers=1, width=16, heads=4, kv_heads=2, warmup=1)
     options = [f"--{name.replace('_', '-')}={size}" for name, size in sizes.items()]
     data, folder = tmp_path / "data.txt", RunFolder(tmp_path / "run")
@@ -65,13 +65,12 @@ def test_two_processes_do_what_one_device_does(tmp_path):
 
     assert "--resume, in one process" in first
     assert "trained" not in second
-    last = first.splitlines()[-3:]  # behind what Gloo prints
-    assert second.splitlines()[-3:] == last
-    losses, tokens, devices = last
+    last = first.splitlines()[-2:]  # behind what Gloo prints
+    assert second.splitlines()[-2:] == last
+    tokens, devices = last
     assert devices == "devices 4 2"
     with jax.enable_x64(True):
-        expected, generated = two_process_program.train_and_decode(None, lambda rows: rows)
-    assert [float(loss) for loss in losses.split()[1:]] == pytest.approx(expected, abs=1e-10)
+        generated = two_process_program.decode(None, lambda rows: rows)
     assert tokens == " ".join(["tokens", *map(str, generated)])
 
     settings, curve = Settings(**sizes), read_rows(folder.curve)

@@ -1,4 +1,4 @@
-"""`examples.train_lm --mesh`: its losses and checkpoints on eight devices, and what it refuses."""
+"""`examples.train_lm --mesh`: its losses and checkpoints on sixteen devices, and what it refuses."""
 
 import re
 
@@ -17,7 +17,7 @@ from examples.train_lm.settings import Settings
 
 
 def test_meshes_train_as_one_device_does_and_exchange_checkpoints(tmp_path):
-    printed = host_devices.run("train_mesh_program.py", str(tmp_path), devices=8)
+    printed = host_devices.run("train_mesh_program.py", str(tmp_path), devices=16)
 
     checks = "resumed bit for bit", "resumed on one device", "equal to one device", "the command to its end"
     assert tuple(line for line in printed.splitlines() if line in checks) == checks

@@ -1,4 +1,4 @@
-"""Run by test_train_mesh with eight host devices: the example's training on meshes, in float64.
+"""Run by test_train_mesh with sixteen host devices: the example's training on meshes, in float64.
 
 Argument: an empty folder. Prints one line for each check that passed.
 """
@@ -35,8 +35,11 @@ SMALL = NSAConfig(
 )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings64(Settings):
     """Settings whose model computes in float64, and begins with NumPy's numbers."""
+
+    nsa: NSAConfig = SMALL
 
     @property
     def model(self):
@@ -46,9 +49,9 @@ class Settings64(Settings):
         return drawn(lambda: self._make(mesh))
 
 
-SETTINGS = Settings64(
-    steps=STEPS, batch=4, length=64, layers=1, width=16, heads=4, kv_heads=2, warmup=2, nsa=SMALL
-)
+SIZES = dict(steps=STEPS, batch=4, length=64, layers=1, width=16, heads=4, kv_heads=2, warmup=2)
+SETTINGS = Settings64(**SIZES)
+MESH = "data=2,fsdp=2,tensor=2,context=2"
 
 
 class Copied(RunFolder):
@@ -82,7 +85,7 @@ def gets_a_whole_model(model: nnx.Module, *_) -> types.SimpleNamespace:
 def main(root: pathlib.Path) -> None:
     jax.config.update("jax_enable_x64", True)
     training._compile_update = functools.cache(training._compile_update)  # runs on one mesh share a program
-    mesh = MeshSizes.parse("fsdp=2,tensor=2,context=2")
+    mesh = MeshSizes.parse(MESH)
     whole = train(Copied(root / "whole"), mesh)
 
     resumed = train(RunFolder(root / "half"), mesh, resume=True)
@@ -103,12 +106,12 @@ def main(root: pathlib.Path) -> None:
     assert one[0][-1] < one[0][0] - 0.1
     print("equal to one device")
 
-    jax.config.update("jax_enable_x64", False)
     (root / "data.txt").write_text(" ".join(map(str, range(2000))))
-    sizes = "--steps 2 --batch 2 --length 512 --layers 1 --width 16 --heads 4 --kv-heads 2 --warmup 1"
+    sizes = [f"--{name.replace('_', '-')}={size}" for name, size in SIZES.items()]
     paths = f"--data={root / 'data.txt'}", f"--output={root / 'command'}"
-    with mock.patch.object(command, "_write_and_draw", gets_a_whole_model):
-        assert command.main([*sizes.split(), *paths, "--mesh=data=2,context=2"]) == 0
+    others = dict(_write_and_draw=gets_a_whole_model, Settings=Settings64)  # its program is that of `whole`
+    with mock.patch.multiple(command, **others):
+        assert command.main([*sizes, *paths, f"--mesh={MESH}"]) == 0
     assert json.loads((root / "command" / "result.jsonl").read_text())["sample"] == "b"
     print("the command to its end")
 
