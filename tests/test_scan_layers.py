@@ -55,25 +55,23 @@ def one_by_one(layers, x, target):
 def test_scanned_layers_compute_what_a_loop_over_them_does():
     x, target = drawn()
     with jax.enable_x64(True):
-        scanned = {
-            remat: randomised(abstract(ScannedLayers, DEPTH, remat=remat), 0.3) for remat in (False, True)
-        }
-        out, of_layers, of_x = one_by_one(scanned[True].unstacked(), x, target)
+        scanned = randomised(abstract(ScannedLayers, DEPTH), 0.3)
+        out, of_layers, of_x = one_by_one(scanned.unstacked(), x, target)
         expected = jax.tree.map(lambda *each: np.stack(each), *of_layers)
-        results = [with_gradients(layers, x, target) for layers in scanned.values()]
-        out, of_x, expected, results = jax.tree.map(np.asarray, (out, of_x, expected, results))
+        result = with_gradients(scanned, x, target)
+        out, of_x, expected, result = jax.tree.map(np.asarray, (out, of_x, expected, result))
 
-    for scanned_out, of_stacked, scanned_of_x in results:
-        # 5000 eps of float64, for sums of some 50 terms one after the other.
-        np.testing.assert_allclose(scanned_out, out, rtol=0, atol=1e-12 * np.abs(out).max())
-        np.testing.assert_allclose(scanned_of_x, of_x, rtol=0, atol=1e-12 * np.abs(of_x).max())
-        found, wanted = nnx.to_pure_dict(of_stacked["layers"]), nnx.to_pure_dict(expected)
-        assert jax.tree.structure(found) == jax.tree.structure(wanted)
-        for name, gradient in jax.tree.leaves_with_path(wanted):
-            (other,) = (leaf for path, leaf in jax.tree.leaves_with_path(found) if path == name)
-            # Parameters are float32: rounding may set two equal sums apart by one eps.
-            error = np.abs(other - gradient).max()
-            assert error <= np.finfo(np.float32).eps * np.abs(gradient).max(), jax.tree_util.keystr(name)
+    scanned_out, of_stacked, scanned_of_x = result
+    # 5000 eps of float64, for sums of some 50 terms one after the other.
+    np.testing.assert_allclose(scanned_out, out, rtol=0, atol=1e-12 * np.abs(out).max())
+    np.testing.assert_allclose(scanned_of_x, of_x, rtol=0, atol=1e-12 * np.abs(of_x).max())
+    found, wanted = nnx.to_pure_dict(of_stacked["layers"]), nnx.to_pure_dict(expected)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for name, gradient in jax.tree.leaves_with_path(wanted):
+        (other,) = (leaf for path, leaf in jax.tree.leaves_with_path(found) if path == name)
+        # Parameters are float32: rounding may set two equal sums apart by one eps.
+        error = np.abs(other - gradient).max()
+        assert error <= np.finfo(np.float32).eps * np.abs(gradient).max(), jax.tree_util.keystr(name)
 
 
 def test_layers_of_a_stack_start_differently():
@@ -92,7 +90,7 @@ def test_depth_costs_no_compile_time(monkeypatch, remat):
 
     lines = {}
     for depth in (2, 6):
-        graph, state = nnx.split(ScannedLayers(depth, remat=remat, rngs=nnx.Rngs(0)))
+        graph, state = nnx.split(abstract(ScannedLayers, depth, remat=remat))
         traces.clear()
         lowered = jax.jit(
             jax.value_and_grad(lambda state, x: scan_layers.loss_of(nnx.merge(graph, state), x, target))  # noqa: B023
@@ -107,7 +105,7 @@ def test_without_remat_the_backward_pass_stores_more():
     x, target = (jnp.asarray(each, jnp.float32) for each in drawn())
 
     def stored(remat):
-        graph, state = nnx.split(ScannedLayers(6, remat=remat, rngs=nnx.Rngs(0)))
+        graph, state = nnx.split(abstract(ScannedLayers, 6, remat=remat))
         _, pullback = jax.eval_shape(
             lambda state: jax.vjp(
                 lambda state: scan_layers.loss_of(nnx.merge(graph, state), x, target), state

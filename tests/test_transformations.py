@@ -98,9 +98,8 @@ def test_scan_over_steps(operands, expected):
     agree((*np.asarray(each), total), (out, -0.5 * out, 0.5 * out))
 
 
-@pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable"])
-def test_rematerialised_gradients_are_the_same(operands, cotangent, expected, policy):
-    remat = jax.checkpoint(attend, policy=getattr(jax.checkpoint_policies, policy))
+def test_rematerialised_gradients_are_the_same(operands, cotangent, expected):
+    remat = jax.checkpoint(attend, policy=jax.checkpoint_policies.nothing_saveable)
     agree(jax.jit(functools.partial(with_gradients, remat))(cotangent, *operands), expected)
 
 
@@ -113,14 +112,6 @@ def test_rematerialisation_saves_nothing_but_the_operands(operands, capsys):
     assert all("from the argument" in line or "from a constant" in line for line in saved)
 
 
-def test_export_survives_serialisation(operands, cotangent, expected):
-    exported = jax.export.export(plain, platforms=["cpu"])(cotangent, *operands)
-    restored = jax.export.deserialize(exported.serialize())
-
-    assert restored.platforms == ("cpu",)
-    agree(restored.call(cotangent, *operands), expected)
-
-
 @pytest.mark.parametrize("num_selected_blocks", [4, 2], ids=["at_once", "by_branch"])
 def test_export_for_any_number_of_rows(operands, cotangent, num_selected_blocks):
     program = plain
@@ -131,10 +122,12 @@ def test_export_for_any_number_of_rows(operands, cotangent, num_selected_blocks)
     expected = jax.tree.map(np.asarray, program(cotangent, *operands))
     (batch,) = jax.export.symbolic_shape("batch")
     shapes = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in (cotangent, *operands)]
-    exported = jax.export.export(program)(*shapes)
+    exported = jax.export.export(program, platforms=["cpu"])(*shapes)
+    restored = jax.export.deserialize(exported.serialize())
     two_rows = [np.asarray(x)[1:] for x in (cotangent, *operands)]
 
-    agree(exported.call(*two_rows), [x[1:] for x in expected])
+    assert restored.platforms == ("cpu",)
+    agree(restored.call(*two_rows), [x[1:] for x in expected])
 
 
 @pytest.mark.parametrize("num_selected_blocks", [4, 3], ids=["at_once", "by_branch"])
@@ -193,11 +186,3 @@ def test_forward_mode_of_an_operation_is_refused(operands, name):
     run = functools.partial(getattr(attention, name), config=CONFIG)
     with pytest.raises(TypeError, match="can't apply forward-mode autodiff"):
         jax.jvp(run, arrays, arrays)
-
-
-def test_index_arrays_may_be_traced(operands, expected):
-    positions = CASE.query_positions
-    segment_ids = np.ones_like(positions)
-    found = jax.jit(lambda p, s: attend(*operands, query_positions=p, segment_ids=s))(positions, segment_ids)
-
-    agree((found,), expected[:1])

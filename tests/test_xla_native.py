@@ -64,7 +64,7 @@ def test_whole_is_its_parts(module, name, selection):
 
 @pytest.mark.parametrize(
     ("name", "num_selected_blocks"),
-    [("packed_rows", 7), ("last_queries_of_the_row", 4)],
+    [("everything_covered", 12), ("last_queries_of_the_row", 4)],  # as above, whose programs these are
     ids=["three_branches_at_once", "branch_by_branch"],
 )
 def test_gates_of_exactly_zero_have_finite_gradients(name, num_selected_blocks):

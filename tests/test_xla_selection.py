@@ -32,7 +32,7 @@ def test_ties_go_to_the_lower_block(dtype, key):
 
     # Blocks 0 (initial) and the two local ones are forced; of the others, all alike, the first must win.
     assert (expected[late][..., 1] == 1).all()
-    for module in ("reference", "xla"):
+    for module in ("reference", "xla") if dtype == "float64" else ("xla",):
         assert evaluate(module, PLAIN, dtype, operands=operands)["blocks"].tolist() == expected.tolist()
 
 

@@ -278,10 +278,10 @@ def check_one_token() -> float:
     return worst
 
 
-CHECKS = {  # "consecutive" and "packed" only with some numbers that are not finite, by the same kernels
-    **{f"case {name}": partial(check_case, name) for name in ("anywhere", "many keys")},
+CHECKS = {  # most of them only with some numbers that are not finite, by the same kernels
+    "case many keys": partial(check_case, "many keys"),
     "not finite, consecutive": lambda: check_not_finite("consecutive"),
-    "not finite, packed": lambda: check_not_finite("packed"),
+    "not finite, anywhere": lambda: check_not_finite("anywhere"),
     "whole, not finite": lambda: check_whole_not_finite("consecutive"),
     "whole, not finite, packed": lambda: check_whole_not_finite("packed"),
     "whole, not finite, many keys": lambda: check_whole_not_finite("many keys"),
