@@ -50,8 +50,7 @@ class Case(NamedTuple):
 
 CASES = {
     "twelve_heads": Case(29, heads=12, kv_heads=2, batch=2, empty=True, processors=3, item=7),
-    "one_head": Case(40, 96, heads=1, kv_heads=2),
-    "packed": Case(60, heads=8, packed=True, empty=True, item=9),
+    "one_head_packed": Case(60, heads=1, kv_heads=2, packed=True, empty=True, item=9),
     "four_heads_wide_keys": Case(72, 136, heads=4, dims=(192, 128), block=64, empty=True, item=40),
     "parts_of_queries": Case(72, 200, block=64, bare=True, item=20, range=40),
     "packed_parts": Case(44, heads=12, kv_heads=2, block=64, packed=True, empty=True, item=9, range=44),

@@ -60,7 +60,6 @@ CHECKS = {
         *(
             "block_of_two_steps",
             "packed",
-            "packed_one_head",
             "repeated",
             "empty_tiles",
             "packed_anywhere",

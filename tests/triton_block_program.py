@@ -67,7 +67,6 @@ CASES = {
     "sixteen_heads": Case(16, 32, 16, rows=64, weighted=True, previous=True, item=9, peel=False),
     "block_of_two_steps": Case(2, block=32, batch=2, item=6, positions="last", num_keys=49),
     "packed": Case(2, packed=True, num_keys=75, item=4, weighted=True, rows=32),
-    "packed_one_head": Case(1, 16, 32, packed=True, num_keys=75, item=3, rows=32),
     "empty_tiles": Case(2, block=32, slots=2, item=4, empty=True),
     "packed_anywhere": Case(
         6, packed=True, batch=2, num_keys=75, positions="shuffled", item=5, rows=64, peel=False
@@ -81,7 +80,7 @@ CASES = {
 }
 
 
-OF_BOTH_WAYS = ("two_heads_split_blocks", "packed", "anywhere")
+OF_BOTH_WAYS = ("two_heads_split_blocks", "packed")
 SORTED_IN_OTHER_WAYS = ("two_heads_split_blocks", "packed_anywhere", "empty_tiles", "repeated", "nothing")
 
 
