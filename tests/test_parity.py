@@ -73,7 +73,7 @@ def test_case_is_within_its_budget(name):
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(SMALL, torch.bfloat16), (SMALL, torch.float16), (LAYER, torch.bfloat16)],
+    [(SMALL, torch.bfloat16), (SMALL, torch.float16), (LAYER, torch.bfloat16), (DECODE, torch.bfloat16)],
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_16_bit_is_within_its_budget(case, dtype):
