@@ -109,7 +109,8 @@ def indexer() -> None:
 
         scores, pull_back = jax.vjp(score, query, key, weights)
         blocks = attention.select_by_index(query, key, weights=weights, **shared)
-        return (scores, blocks, attention.top_blocks(scores, **shared)), pull_back(cotangent)
+        chosen = attention.block_scores(query, key, weights=weights, block_indices=blocks, **shared)
+        return (scores, blocks, attention.top_blocks(scores, **shared), chosen), pull_back(cotangent)
 
     for given, equal, by_heads in ((keys, keys, "tensor"), (key, key.repeat(2, axis=2), None)):
         arrays = positions, segment_ids, query, given, weights, cotangent
