@@ -218,8 +218,8 @@ def _backward(plan, residuals, d_scores):
     def differentiate_chunk(d_keys, inputs):
         (query, weights, blocks), place, d_scores = inputs
         if blocks is not None:
-            nothing = jnp.zeros_like(d_scores, shape=(*d_scores.shape[:3], plan.num_blocks))
-            (d_scores,) = jax.vjp(lambda scores: of_slots(scores, blocks), nothing)[1](d_scores)
+            of_all = jnp.zeros_like(d_scores, shape=(*d_scores.shape[:3], plan.num_blocks))
+            (d_scores,) = jax.vjp(lambda scores: of_slots(scores, blocks), of_all)[1](d_scores)
         d_scores = jnp.pad(d_scores, ((0, 0),) * 3 + ((0, more),))
 
         def differentiate_tile(tile: _Tile, carry):

@@ -93,14 +93,18 @@ def selected_key_gradients(
     )  # fmt: skip
 
 
-def join_items(
+# Of the blocks of packed rows, whose numbers are mostly unused, a program looks at so many.
+PACKED_NUMBERS = 16
+
+
+def join_items[Values: (Array, None)](
     items: BlockItems,
     part_key: Float[Array, "slots block H"],
-    part_value: Float[Array, "slots block V"] | None,
+    part_value: Values,
     d_key: Float[Array, "B S K H"],
-    d_value: Float[Array, "B S K V"] | None,
-) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"] | None]:
-    """Gradients of all keys, and of their values if there are any, from what the items wrote.
+    d_value: Values,
+) -> tuple[Float[Array, "B S K H"], Values]:
+    """Gradients of all keys, and of their values `[B, S, K, V]` if there are any, from what the items wrote.
 
     It adds up the partial sums of blocks with several items, in order, and puts 0 where no item wrote.
     """
@@ -121,10 +125,6 @@ def join_items(
         d_key = jnp.where(items.written[..., None], d_key, 0)
         d_value = None if d_value is None else jnp.where(items.written[..., None], d_value, 0)
     return d_key, d_value
-
-
-# Of the blocks of packed rows, whose numbers are mostly unused, a program looks at so many.
-PACKED_NUMBERS = 16
 
 
 class KeyTile(NamedTuple):
