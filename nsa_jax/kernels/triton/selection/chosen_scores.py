@@ -61,19 +61,18 @@ def score_chosen(
     keys = by_heads(keys, dim)
     items = _items(block_indices, placement, keys.shape[1])
     first, second = split_dim(dim)
-    rows = chosen_score_rows(query.dtype.itemsize, dim, placement.config.selection_block_size, target())
+    size = placement.config.selection_block_size
     scores, tokens = launch(
         chosen_scores_kernel, query, keys, weights, items.tokens, items.items, last_rows(placement),
         out=(like(block_indices, dtype="float32"), like(block_indices)),
         grid=(items.items.shape[0],), num_warps=8 if query.dtype == jnp.float32 else 4,
-        num_stages=CHOSEN_STAGES, num_queries=num_queries,
-        num_keys=keys.shape[1], scale=abs(scale), FIELDS=ITEM_FIELDS, KV_HEADS=num_kv_heads,
-        KEY_HEADS=keys.shape[2], HEADS=heads, E0=first, E1=second,
-        BLOCK=placement.config.selection_block_size, R=block_indices.shape[3],
-        ROWS=rows,
-        NEGATIVE=scale < 0, PRECISION=precision(query.dtype),
+        num_stages=CHOSEN_STAGES, num_queries=num_queries, num_keys=keys.shape[1], scale=abs(scale),
+        FIELDS=ITEM_FIELDS, KV_HEADS=num_kv_heads, KEY_HEADS=keys.shape[2], HEADS=heads, E0=first, E1=second,
+        BLOCK=size, R=block_indices.shape[3],
+        ROWS=chosen_score_rows(query.dtype.itemsize, dim, size, target()), NEGATIVE=scale < 0,
+        PRECISION=precision(query.dtype),
     )  # fmt: skip
-    at, size = placement.position[:, :, None, None], placement.config.selection_block_size
+    at = placement.position[:, :, None, None]
     written = (block_indices >= 0) & (block_indices * size <= at)
     # Infinity times a scale of 0 is NaN.
     return jnp.where(written & ~jnp.isnan(scores), scores, -jnp.inf), jnp.where(written, tokens, -1)
@@ -107,8 +106,7 @@ def chosen_gradients(
         out=(parts, jax.ShapeDtypeStruct((batch, keys.shape[1], num_kv_heads, dim), jnp.float32)),
         grid=(items.items.shape[0], size // tile), num_warps=4, num_stages=1, num_queries=num_queries,
         num_keys=keys.shape[1], FIELDS=ITEM_FIELDS, KV_HEADS=num_kv_heads, HEADS=heads, E0=first, E1=second,
-        BLOCK=size, KEYS=tile, R=block_indices.shape[3], ROWS=rows,
-        PRECISION=precision(query.dtype),
+        BLOCK=size, KEYS=tile, R=block_indices.shape[3], ROWS=rows, PRECISION=precision(query.dtype),
     )  # fmt: skip
     d_keys, _ = join_items(items, part_keys, None, d_keys, None)
     return d_query, d_keys * peak, d_weights
