@@ -88,6 +88,7 @@ CHECKS = {
         "check_keys_of_each_kv_head",
         "check_scores_that_are_not_finite_have_no_gradient",
         "check_scores_of_chosen_blocks",
+        "check_float16_adds_up_what_is_too_small_for_it",
         "check_quantised_keys",
     ),
     "probabilities": (

@@ -292,6 +292,23 @@ def check_scores_of_chosen_blocks():
     _check_chosen(packed, heads=2, weighted=True, shared=False)
 
 
+def check_float16_adds_up_what_is_too_small_for_it():
+    """64 queries give the first key 2.5e-8 each, less than half of the smallest number of float16."""
+    config = dataclasses.replace(FREE, selection_block_size=16)
+    query, key = np.ones((1, 64, 1, 1, 16), np.float16), np.ones((1, 64, 1, 16), np.float16)
+    key[0, 0] = 2  # the best of its block
+    blocks = np.where(np.arange(5) == 0, 0, -1).astype(np.int32)
+    settings = dict(config=config, implementation="triton", scale=0.25)
+    settings |= dict(block_indices=jnp.asarray(np.broadcast_to(blocks, (1, 64, 1, 5))))
+
+    def total(key):
+        return 1e-7 * attention.block_scores(jnp.asarray(query), key, **settings)[..., 0].sum()
+
+    with interpreted():
+        found = jax.jit(jax.grad(total))(key)
+    np.testing.assert_allclose(found[0, 0], 64 * 2.5e-8, rtol=0.04)  # half of the smallest number
+
+
 def check_public():
     """The call from outside, under `vmap` too."""
     case = _plain("index public", batch=2, num_queries=21)

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax import layout
-from nsa_jax.array_typing import Array, Bool, DType, Float, Int32
+from nsa_jax.array_typing import Array, Bool, Float, Int32
 from nsa_jax.kernels.triton.dims import padded_heads as power_of_two
 from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.gpu import has_tma
@@ -128,7 +128,6 @@ def score_gradients(
         query, keys, weights, tokens, d_scores, placement, scale, by_slot=False
     )
     first, second = split_dim(dim)
-    d_products, peak = in_range(d_products, query.dtype)
     tokens_each, num_warps = index_gradient_tile(query.dtype.itemsize, dim)
     tile = min(tokens_each, max(1 << (placement.config.selection_block_size.bit_length() - 1), 16))
     d_keys = launch(
@@ -140,18 +139,7 @@ def score_gradients(
         E1=second, BLOCK=placement.config.selection_block_size, ROW=tokens.shape[1], COLUMNS=tile,
         TOKENS=tokens_each, PRECISION=precision(query.dtype),
     )  # fmt: skip
-    return d_query, d_keys * peak, d_weights
-
-
-def in_range(
-    d_products: Float[Array, "B x K y z"], dtype: DType
-) -> tuple[Float[Array, "B x K y z"], Float[Array, "#B 1 #K 1"]]:
-    """Gradients of products, in float16 divided by the largest of each row and KV head; and what divides."""
-    if dtype != jnp.float16:
-        return d_products, jnp.ones((1, 1, 1, 1), jnp.float32)
-    largest = jnp.abs(d_products).max(axis=(1, 3, 4), keepdims=True)
-    peak = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
-    return d_products / peak, peak[..., 0]
+    return d_query, d_keys, d_weights
 
 
 def query_gradients(

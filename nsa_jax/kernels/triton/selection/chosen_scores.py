@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from nsa_jax.array_typing import Array, Float, Int32
+from nsa_jax.array_typing import Array, DType, Float, Int32
 from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.gpu import target
 from nsa_jax.kernels.triton.launch import launch, like, named
@@ -37,7 +37,7 @@ from nsa_jax.kernels.triton.selected.chosen_rows import load_item
 from nsa_jax.kernels.triton.selected.item_table import ITEM_FIELDS
 from nsa_jax.kernels.triton.selected.items import BlockItems, invert
 from nsa_jax.kernels.triton.selected.unions import last_rows
-from nsa_jax.kernels.triton.selection.block_scores import finite, in_range, query_gradients
+from nsa_jax.kernels.triton.selection.block_scores import finite, query_gradients
 from nsa_jax.kernels.triton.selection.index_scores import by_heads
 from nsa_jax.kernels.triton.sizes import CHOSEN_STAGES, chosen_gradient_tile, chosen_score_rows
 from nsa_jax.layout import Placement
@@ -97,7 +97,7 @@ def chosen_gradients(
     items = _items(block_indices, placement, keys.shape[1])
     first, second = split_dim(dim)
     size = placement.config.selection_block_size
-    d_products, peak = in_range(d_products, query.dtype)
+    d_products, peak = _in_range(d_products, query.dtype)
     tile, rows = chosen_gradient_tile(dim)
     tile = min(tile, size)
     parts = jax.ShapeDtypeStruct((max(items.num_partials, 1), size, dim), jnp.float32)
@@ -110,6 +110,17 @@ def chosen_gradients(
     )  # fmt: skip
     d_keys, _ = join_items(items, part_keys, None, d_keys, None)
     return d_query, d_keys * peak, d_weights
+
+
+def _in_range(
+    d_products: Float[Array, "B T K R J"], dtype: DType
+) -> tuple[Float[Array, "B T K R J"], Float[Array, "#B 1 #K 1"]]:
+    """Gradients of products, in float16 divided by the largest of each row and KV head; and what divides."""
+    if dtype != jnp.float16:
+        return d_products, jnp.ones((1, 1, 1, 1), jnp.float32)
+    largest = jnp.abs(d_products).max(axis=(1, 3, 4), keepdims=True)
+    peak = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    return d_products / peak, peak[..., 0]
 
 
 def _items(block_indices: Int32[Array, "B T K R"], placement: Placement, num_keys: int) -> BlockItems:
