@@ -95,7 +95,7 @@ def slots_of(case: Case, given: Indexed) -> Slots:
     return Slots(blocks, (equal & np.tri(shape[-1], k=-1, dtype=bool)).any(-1) & (blocks >= 0))
 
 
-def of_slots(
+def slots_by_loops(
     case: Case, given: Indexed, blocks: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray | None, ...]]:
     """Scores of the slots, a cotangent that is 0 where they are not finite, and the gradients for it."""

@@ -107,7 +107,7 @@ def test_scores_of_chosen_blocks_are_those_of_all(module, number):
     case, heads, dim, weighted, shared = CASES[number]
     given = index_cases.draw(case, heads=heads, dim=dim, weighted=weighted, shared=shared)
     slots = index_cases.slots_of(case, given)
-    scores, cotangent, expected = index_cases.of_slots(case, given, slots.blocks)
+    scores, cotangent, expected = index_cases.slots_by_loops(case, given, slots.blocks)
     assert slots.repeated.any()
     assert np.isneginf(scores[slots.repeated]).all()
 

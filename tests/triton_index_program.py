@@ -258,7 +258,7 @@ def _check_chosen(case: cases.Case, spoil: bool = False, **of_index) -> None:
             given.weights[0, 8, 1, 0] = math.inf
             given.weights[0, 9, 1, 0] = math.nan
     slots = index_cases.slots_of(case, given).blocks
-    expected, cotangent, gradients = index_cases.of_slots(case, given, slots)
+    expected, cotangent, gradients = index_cases.slots_by_loops(case, given, slots)
     settings = dict(config=case.config, scale=case.scale, implementation="triton", **_where(case))
 
     @jax.jit

@@ -128,6 +128,19 @@ def _items(block_indices: Int32[Array, "B T K R"], placement: Placement, num_key
     return invert(block_indices, placement, num_keys, item=ITEM, range_queries=block_indices.shape[1])
 
 
+@triton.jit
+def _load_pairs(
+    codes, item, first, num_queries, KV_HEADS: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """A tile of an item: which pairs exist, and their places in `[B T]`, `[B T K]` and `[B T K R]`."""
+    number = first + tl.arange(0, ROWS)
+    inside = number < item.end
+    code = tl.load(codes + number, mask=inside, other=0)
+    token = item.b * num_queries + code // R
+    pair = token * KV_HEADS + item.kv_head
+    return inside, token, pair, pair * R + code % R
+
+
 @triton.jit(repr=named("nsa_chosen_scores"))
 def chosen_scores_kernel(
     query, keys, weights, codes, items, last_keys, scores, tokens, num_queries, num_keys, scale,
@@ -146,12 +159,8 @@ def chosen_scores_kernel(
     here = Rows(first_key, n * KEY_HEADS, item.start + n < num_keys)
     k = cast(load_rows(keys, here, DIM), query.dtype.element_ty)
     for first in tl.range(item.first, item.end, ROWS):
-        number = first + tl.arange(0, ROWS)
-        inside = number < item.end
-        code = tl.load(codes + number, mask=inside, other=0)
-        token = item.b * num_queries + code // R
+        inside, token, pair, to = _load_pairs(codes, item, first, num_queries, KV_HEADS, R, ROWS)
         last_key = tl.load(last_keys + token, mask=inside, other=-1)
-        pair = token * KV_HEADS + item.kv_head
         NOTHING: tl.constexpr = float("-inf") if weights is None else 0.0
         total = tl.full([ROWS, BLOCK], NOTHING, tl.float32)
         for head in tl.range(0, HEADS):
@@ -168,7 +177,6 @@ def chosen_scores_kernel(
         best = tl.max(total, 1)
         place = tl.min(tl.where(total == best[:, None], n[None, :], BLOCK), 1)
         score = best * scale
-        to = pair * R + code % R
         tl.store(scores + to, score, mask=inside)
         tl.store(tokens + to, tl.where(tl.abs(score) < float("inf"), item.start + place, -1), mask=inside)
 
@@ -189,11 +197,7 @@ def chosen_key_gradients_kernel(
     n = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     total = zeros(KEYS, DIM)
     for first in tl.range(item.first, item.end, ROWS):
-        number = first + tl.arange(0, ROWS)
-        inside = number < item.end
-        code = tl.load(codes + number, mask=inside, other=0)
-        pair = (item.b * num_queries + code // R) * KV_HEADS + item.kv_head
-        at = pair * R + code % R
+        inside, _, pair, at = _load_pairs(codes, item, first, num_queries, KV_HEADS, R, ROWS)
         source = tl.load(tokens + at, mask=inside, other=-1)
         used = source >= 0
         part = zeros(ROWS, DIM)  # of the one key of the block that each query chose
