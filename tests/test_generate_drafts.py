@@ -200,7 +200,7 @@ ROWS = Rows(*[None] * 12)
 
 
 @pytest.mark.parametrize("match", [1, 2, 3])
-def test_look_up_finds_what_came_last_after_the_same_tokens(match):
+def test_look_up_repeats_what_came_last_after_the_same_tokens(match):
     rng, rows = np.random.default_rng(match), 60
     tokens, counts = rng.integers(0, 3, (rows, 30)), rng.integers(1, 31, rows)
     most = rng.integers(-1, 6, rows)
@@ -209,7 +209,7 @@ def test_look_up_finds_what_came_last_after_the_same_tokens(match):
         newest = text[len(text) - match :]
         for place in range(len(text) - match - 1, -1, -1):
             if text[place : place + match] == newest:
-                return text[place + match :][: min(4, max(most, 0))]
+                return (text[place + match :] * 4)[: min(4, max(most, 0))]
         return []
 
     held = ROWS._replace(history=jnp.asarray(tokens), held=counts - 1, pending=counts > 0)

@@ -30,7 +30,7 @@ MOST = rewinding.LONGEST_WAY_BACK  # all drafts of a step may be refused; its fi
 
 @dataclasses.dataclass(frozen=True)
 class LookUp:
-    """Drafts from the row itself: what came after the same tokens the last time.
+    """Drafts from the row itself: what came after the same tokens the last time, as if it went on repeating.
 
     It is for texts that repeat what they have: answers that quote their document, edited code.
 
@@ -132,8 +132,10 @@ class _ByLookUp:
         is_before = place < count[:, None] - self.match
         last = jnp.where(same & is_before, place, -1).max(axis=1)
         first = last + self.match
-        found = jnp.where(last >= 0, jnp.minimum(count - first, self.num_tokens), 0)
-        return history.read(rows.history, first, self.num_tokens), jnp.clip(most, 0, found), None
+        period = jnp.maximum(count - first, 1)[:, None]  # what came after it, and then the same again
+        places = first[:, None] + jnp.arange(self.num_tokens, dtype=jnp.int32) % period
+        found = jnp.where(last >= 0, self.num_tokens, 0)
+        return jnp.take_along_axis(rows.history, places, axis=1), jnp.clip(most, 0, found), None
 
 
 class _Drafting(NamedTuple):
