@@ -40,7 +40,7 @@ def write_report(
     kept = dict(
         settings=dataclasses.asdict(settings),
         text=text,
-        versions=_versions(),
+        versions=versions(),
         device=jax.devices()[0].device_kind,
         devices=devices,
         stages={stage.name: _of_stage(stage, folder.rows(stage.name), settings) for stage in stages},
@@ -197,7 +197,7 @@ def _mean(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.fmean(row[name] for row in rows) for name in rows[0]}
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """What numbers may depend on; without what is not installed or not known."""
     commit = _commit()
     found = {"nsa_jax": nsa_jax.__version__ + (f" (commit {commit})" if commit else "")}
