@@ -45,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
                     row = dict(text=kind, rows=rows, context=options.context) | found
                     print(row)
                     file.write(json.dumps(row | same) + "\n")
+                    file.flush()  # what was measured stays if the rest is cut off
     except (InputError, OSError, TypeError, ValueError) as error:
         return complain(error, PROGRAM)
     return 0

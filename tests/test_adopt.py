@@ -316,7 +316,7 @@ def test_the_report_has_versions_and_the_commit_where_they_are_known(tmp_path, m
     git("commit", "--message=Ours")
     commit = report._commit()
     assert re.fullmatch("[0-9a-f]{7,}", commit)
-    found = report._versions()
+    found = report.versions()
     assert found["nsa_jax"].endswith(f" (commit {commit})")
     assert list(found)[:6] == ["nsa_jax", "Python", "jax", "jaxlib", "flax", "optax"]
     (tmp_path / "package" / "__init__.py").write_text("changed")
@@ -329,8 +329,8 @@ def test_the_report_has_versions_and_the_commit_where_they_are_known(tmp_path, m
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setenv("PATH", "")
-    assert report._versions().keys() == {"nsa_jax", "Python", "jax", "jaxlib", "flax", "optax"}
-    assert "commit" not in report._versions()["nsa_jax"]
+    assert report.versions().keys() == {"nsa_jax", "Python", "jax", "jaxlib", "flax", "optax"}
+    assert "commit" not in report.versions()["nsa_jax"]
 
 
 @pytest.mark.parametrize(("seconds", "samples"), [(0.1, 5), (2, 2), (20, 1)])
@@ -390,7 +390,7 @@ def test_a_report_of_the_same_numbers_keeps_where_they_come_from(tmp_path, monke
     counted = dict(tokens=2, documents=2, held_out_tokens=1, held_out_documents=1, files=[])
 
     def told(version, devices):
-        monkeypatch.setattr(report, "_versions", lambda: dict(nsa_jax=version))
+        monkeypatch.setattr(report, "versions", lambda: dict(nsa_jax=version))
         report.write_report(folder, settings, [], counted, devices)
         found = json.loads((tmp_path / "report.json").read_text())
         assert f"{found['devices']} x " in (tmp_path / "report.md").read_text()
@@ -598,7 +598,7 @@ REFUSED = {
     "a file": ([], "words", "--output must be a folder that is new or holds a run, got .* Name another"),
     "another folder": ([], "words", "holds a run, got 'mine' in .* Name another"),
     "covered": (["--length=32"], "words", "--length must be longer than the selected blocks, got 32 for 4"),
-    "untaught": (["--compression=mean"], "words", "--distil-steps must be 0 where no parameter chooses"),
+    "untaught": (["--compression=mean", "--distil-steps=1"], "words", "--distil-steps must be 0 where no"),
     "blocks": (["--d=3"], "words", "--d must divide --l, got 3 and 8"),
     "layers": (["--attention", *["nsa"] * 3], "words", "--attention must have .* got 3 for 2 layers"),
     "kind": (["--attention=all"], "words", "argument --attention: invalid choice: 'all'"),

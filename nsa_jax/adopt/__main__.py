@@ -1,8 +1,8 @@
 """`python -m nsa_jax.adopt SOURCE --text FILES... --output RUN`: from a dense model to one of NSA.
 
-Converts the model, teaches its selection (distil), trains all of it on the text (sparse), and measures each
-of these against the dense model. Stopped at any time, the same command goes on. Exit code 0: all is done;
-2: bad input, or no room; 130 or 143: Ctrl-C or SIGTERM.
+Converts the model, teaches its selection alone if asked to (distil), trains all of it on the text (sparse),
+and measures each of these against the dense model. Stopped at any time, the same command goes on. Exit code
+0: all is done; 2: bad input, or no room; 130 or 143: Ctrl-C or SIGTERM.
 """
 
 import argparse

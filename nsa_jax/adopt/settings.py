@@ -61,7 +61,7 @@ class Settings:
     w: int = NSAConfig().window_size
     length: int = 8192
     batch: int = 4
-    distil_steps: int = 60
+    distil_steps: int = 0
     sparse_steps: int = 1500
     train_dense: bool = False
     learning_rate: float = 1e-4
@@ -69,7 +69,7 @@ class Settings:
     warmup: int = 20
     rope_base: float | None = None
     selection_weight: float = 1.0
-    selection_target: Target = "dense"
+    selection_target: Target = "selected"
     logit_weight: float = 0.0
     dtype: str = "bfloat16"
     remat: str = "attention"

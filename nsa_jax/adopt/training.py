@@ -117,28 +117,39 @@ def _train(
         model, moments, step, rows = found
         model.config = dataclasses.replace(model.config, **settings.training)  # not as it was saved
         graph, learning, fixed = _divided(model, stage, settings)
-    compiles_in = step
+    started: float | None = None  # when the device was free for the step that is told next; unknown at first
     bar = tqdm(total=stage.steps, initial=step, desc=stage.name, unit="step", dynamic_ncols=True)
+
+    def tell(losses: dict[str, Array]) -> None:
+        """Waits for a step, and notes its losses and its time."""
+        nonlocal started
+        told, number = {name: float(loss) for name, loss in losses.items()}, len(rows) + 1
+        if not all(map(math.isfinite, told.values())):
+            raise InputError(
+                f"the loss must stay finite, got {told} in step {number} of {stage.name}; "
+                f"{folder.saved}. Use smaller learning rates, in another --output."
+            )
+        now = time.perf_counter()
+        ms = None if started is None else round(1e3 * (now - started), 1)
+        rows.append({"step": number, "ms": ms} | told)
+        started = now
+        bar.set_postfix_str(", ".join(f"{name} {loss:.4f}" for name, loss in told.items()), refresh=False)
+        bar.update()
+
+    running: dict[str, Array] | None = None
     with _delayed_signals() as received, bar:
         while step < stage.steps:
-            started = time.perf_counter()
             batch = map(mesh.place, text.batch(stage.first + step, settings.batch))
             learning, moments, losses = _update(
                 graph, stage, settings, learning, fixed, moments, *batch, of_dense, dense_state
             )
-            told = {name: float(loss) for name, loss in losses.items()}
-            if not all(map(math.isfinite, told.values())):
-                raise InputError(
-                    f"the loss must stay finite, got {told} in step {step + 1} of {stage.name}; "
-                    f"{folder.saved}. Use smaller learning rates, in another --output."
-                )
-            ms = None if step == compiles_in else round(1e3 * (time.perf_counter() - started), 1)
-            step += 1
-            rows.append({"step": step, "ms": ms} | told)
-            bar.set_postfix_str(", ".join(f"{name} {loss:.4f}" for name, loss in told.items()), refresh=False)
-            bar.update()
+            if running is not None:
+                tell(running)  # while the device computes the step after it
+            running, step = losses, step + 1
             if received or step % SAVE_EVERY == 0 or step == stage.steps:
+                tell(running)
                 folder.save(stage.name, _whole(graph, learning, fixed), moments, step, rows)
+                running, started = None, time.perf_counter()
             if received:
                 raise Interrupted(received[0])
     return _whole(graph, learning, fixed)
