@@ -178,11 +178,12 @@ class Call:
                     kind = _array(field, shape, (), SIZES | {"window": 1, "raw": 1})[1]
                     self.arguments[f"{name}.{field}"] = getattr(value, field), kind
 
-    def outcome(self, name: str, value: Any) -> Any:
-        """What the call gives if an argument has another value, with shapes in the place of arrays."""
+    def outcome(self, changes: dict[str, Any]) -> Any:
+        """What the call gives if arguments have other values, with shapes in the place of arrays."""
         given = {key: argument for key, (argument, _) in self.arguments.items() if "." not in key}
-        owner, _, field = name.partition(".")
-        given[owner] = given[owner]._replace(**{field: value}) if field else value
+        for name, value in changes.items():
+            owner, _, field = name.partition(".")
+            given[owner] = given[owner]._replace(**{field: value}) if field else value
         found = []
         run = jax.eval_shape if self.traced else lambda call: call()
         run(lambda: found.append(self.function(**given)))
@@ -196,10 +197,13 @@ class Call:
             for label, bad in (kind.wrong(value, rng) | none).items():
                 yield name, label, bad, kind.errors(label)
 
-    def same(self) -> Iterator[tuple[str, str, Any]]:
+    def same(self) -> dict[str, dict[str, Any]]:
+        """By the name of a form: the values of all arguments that have such a form."""
+        forms: dict[str, dict[str, Any]] = {}
         for name, (value, kind) in () if self.only_wrong else self.arguments.items():
             for label, other in kind.same(value).items():
-                yield name, label, other
+                forms.setdefault(label, {})[name] = other
+        return forms
 
 
 def _with_kind(value: Any) -> tuple[Any, Kind]:

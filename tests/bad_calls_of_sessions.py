@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from bad_calls import NO_KEY, ROOM, TRANSFORMER, VOCAB, Call, zeros_of
 from bad_values import Counts, Kind, Of, Whole
+from token_table import TokenTable
 
 from nsa_jax import evaluate, generate
 
@@ -49,6 +50,7 @@ def batcher(model=TRANSFORMER, slots=2, **given) -> generate.Batcher:
     return generate.Batcher(made(model), slots, **dict(max_length=ROOM) | given)
 
 
+TABLE = TokenTable(VOCAB)  # quick to trace
 PROMPTS = np.zeros((2, HELD), np.int32)
 BEGUN = jax.eval_shape(lambda: generate.start(TRANSFORMER.make(), PROMPTS, max_length=ROOM, temperature=1.0))
 SESSION = zeros_of(BEGUN)
@@ -105,14 +107,16 @@ CALLS = {
         prefill_chunk=(10, Whole(low=2)),
     ),
     "Batcher.submit": Call(
-        lambda **given: batcher(sampling=SAMPLING).submit(**given).tokens,
+        lambda **given: batcher(TABLE, sampling=SAMPLING).submit(**given).tokens,
         like=generate.Batcher.submit,
         prompt=IDS,
         prefix=(None, Of()),
         key=(0, Kind({name: key for name, key in NO_KEY.items() if name != "keys"})),  # one key
     ),
     "Batcher.read_prefix": Call(
-        lambda tokens: batcher().read_prefix(tokens).length, like=generate.Batcher.read_prefix, tokens=IDS
+        lambda tokens: batcher(TABLE).read_prefix(tokens).length,
+        like=generate.Batcher.read_prefix,
+        tokens=IDS,
     ),
     "TokenPairs": Call(
         lambda **given: evaluate.TokenPairs(**given).chance,

@@ -142,13 +142,16 @@ def _program(module: str, case: Case, sizes: Sizes | None):
     return jax.jit(everything, compiler_options=OPTIONS[module])
 
 
+@functools.cache
+def _importance_program(case: Case):
+    score = functools.partial(reference.importance, config=case.config, scale=case.scale)
+    return jax.jit(score, compiler_options=OPTIONS["reference"])
+
+
 def importance(case: Case, operands: Operands, dtype: Any = "float64") -> np.ndarray:
     """The reference's scores [B, T, K, M]."""
     with jax.enable_x64(jnp.dtype(dtype) == jnp.float64):
-        score = jax.jit(
-            functools.partial(reference.importance, config=case.config, scale=case.scale),
-            compiler_options=OPTIONS["reference"],
-        )
+        score = _importance_program(case)
         query, key_cmp = (jnp.asarray(x, dtype) for x in (operands.query, operands.key_cmp))
         positions, segment_ids = case.query_positions, case.segment_ids
         return np.asarray(score(query, key_cmp, query_positions=positions, segment_ids=segment_ids))

@@ -45,7 +45,7 @@ def test_a_wrong_argument_is_refused_in_the_form_of_the_house(name):
     call, wrong = CALLS[name], []
     for argument, label, value, expected in call.wrong(seed_of(name)):
         try:
-            call.outcome(argument, value)
+            call.outcome({argument: value})
         except Exception as error:
             name = argument.rpartition(".")[2]
             of_several = " + " in label or label in ("length", "above")  # sizes and counts that disagree
@@ -58,15 +58,13 @@ def test_a_wrong_argument_is_refused_in_the_form_of_the_house(name):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if any(call.same())])
-def test_another_form_of_the_same_value_is_the_same_call(name):
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.same()])
+def test_another_form_of_the_same_values_is_the_same_call(name):
+    """All arguments that have such a form come in it at once."""
     call = CALLS[name]
-    argument, (value, _) = next(iter(call.arguments.items()))
-    expected = call.outcome(argument, value)
+    expected = call.outcome({})
 
-    wrong = [
-        f"{name}, {label}" for name, label, value in call.same() if call.outcome(name, value) != expected
-    ]
+    wrong = [f"{form}: {[*same]}" for form, same in call.same().items() if call.outcome(same) != expected]
 
     assert not wrong, "\n".join(wrong)
 

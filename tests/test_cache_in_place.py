@@ -40,12 +40,11 @@ def loop(held, operands):
 @pytest.mark.parametrize(
     ("function", "case", "sharing"),
     [
-        (step, "many tiles", SHARED),
         (step, "one tile", {}),
         (loop, "many tiles", {}),
         (loop, "one tile", SHARED),
     ],
-    ids=["step-many tiles-one pair", "step-one tile", "loop-many tiles", "loop-one tile-one pair"],
+    ids=["step-one tile", "loop-many tiles", "loop-one tile-one pair"],
 )
 def test_donated_cache_is_updated_in_place(function, case, sharing):
     layer, capacity = CASES[case]

@@ -30,9 +30,8 @@ def reads():
     """Reads of a step of 2 tokens with the paper's config; rows end at LENGTHS, and one is finished."""
     rows = len(LENGTHS) + 1
     layer = Layer.make(PAPER, batch=rows, length=2, num_heads=2, num_kv_heads=1)
-    held = layer.filled(np.array([*LENGTHS, 900]) - 2, max(LENGTHS))
+    after = layer.filled([*LENGTHS, 898], max(LENGTHS))
     counts = np.array([2] * len(LENGTHS) + [0], np.int32)
-    after = layer.decode_step(held, *layer.arrays, num_tokens=counts).cache
     found = jit(count_reads, static_argnames="config")(after, layer.query, config=PAPER, num_tokens=counts)
     return jax.tree.map(np.asarray, found)  # NumPy's slices: JAX would compile each
 
@@ -56,7 +55,7 @@ def test_finished_row_reads_nothing(reads):
 
 def test_a_prompt_is_counted_like_its_tokens_one_by_one():
     layer = Layer.make(length=40)
-    after = layer.prefill(layer.empty(48), *layer.arrays).cache
+    after = layer.filled([40, 40], 48)
 
     found = jit(lambda *step: count_reads(*step, config=SMALL))(after, layer.query)
 
@@ -73,8 +72,7 @@ def test_counts_follow_the_gather_and_not_a_formula(monkeypatch):
         return jnp.full_like(select(*args, **kwargs), -1).at[..., 0].set(0)
 
     monkeypatch.setattr(attention, "select_blocks", first_only)
-    query, *rest = layer.slice(37, 1)
-    after = layer.decode_step(layer.filled([37, 37], 64), query, *rest).cache
+    query, after = layer.slice(37, 1)[0], layer.filled([38, 38], 64)
     reads = jax.tree.map(np.asarray, jit(lambda *step: count_reads(*step, config=SMALL))(after, query))
 
     assert (reads.slc == layer.config.selection_block_size).all()

@@ -2,8 +2,7 @@
 
 import contextlib
 import functools
-import subprocess
-import sys
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from cases import OVERLAPPING, PACKED_ROWS, PLAIN
 from jax.experimental import checkify
 from programs import by_brute_force
 
+import nsa_jax
 from nsa_jax import attention, debug
 
 FORM = r".+, got .+\. [A-Z].*\. \(`check` failed\)"  # what checkify appends
@@ -20,9 +20,8 @@ refused = functools.partial(pytest.raises, checkify.JaxRuntimeError)
 
 
 def test_the_checks_come_with_the_package():
-    program = "import nsa_jax; nsa_jax.debug.check_segment_ids"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    """Nothing but `import nsa_jax` is needed."""
+    assert runpy.run_path(nsa_jax.__file__)["debug"] is debug
 
 
 @pytest.mark.parametrize(
@@ -235,13 +234,17 @@ def test_checks_inside_jit_are_an_error_to_throw(operands):
 
 def test_checks_of_packed_rows_pass_on_our_own_selections():
     case = PACKED_ROWS
-    debug.check_segment_ids(jnp.asarray(case.segment_ids))
-    debug.check_block_indices(
-        jnp.asarray(by_brute_force(case.name)["blocks"], jnp.int32),
-        config=case.config,
-        query_positions=jnp.asarray(case.query_positions),
-        segment_ids=jnp.asarray(case.segment_ids),
-    )
+
+    @jax.jit
+    @checkify.checkify
+    def check(blocks, query_positions, segment_ids):
+        debug.check_segment_ids(segment_ids)
+        where = dict(query_positions=query_positions, segment_ids=segment_ids)
+        debug.check_block_indices(blocks, config=case.config, **where)
+
+    blocks = by_brute_force(case.name)["blocks"].astype(np.int32)
+    error, _ = check(blocks, case.query_positions, case.segment_ids)
+    assert error.get() is None
 
 
 def test_the_gated_sum_has_nothing_to_check():

@@ -102,7 +102,7 @@ def rows_of(out):
     ]
 
 
-@pytest.mark.parametrize(("chunk_size", "prefill_chunk"), [(1, None), (4, None), (32, 1), (4, 2), (10, 64)])
+@pytest.mark.parametrize(("chunk_size", "prefill_chunk"), [(1, 64), (4, None), (32, 1), (10, 2)])
 def test_greedy_equals_token_by_token(model, chunk_size, prefill_chunk):
     """10 is not a multiple of 4, so the last chunk is cut where the tokens end."""
     out = run(model, chunk_size=chunk_size, prefill_chunk=prefill_chunk)

@@ -212,8 +212,9 @@ def test_look_up_repeats_what_came_last_after_the_same_tokens(match):
                 return (text[place + match :] * 4)[: min(4, max(most, 0))]
         return []
 
-    held = ROWS._replace(history=jnp.asarray(tokens), held=counts - 1, pending=counts > 0)
-    found, number, _ = drafts.drafter(LookUp(4, match=match), None).propose(held, jnp.asarray(most), None)
+    held = ROWS._replace(history=tokens, held=counts - 1, pending=counts > 0)
+    propose = drafts.drafter(LookUp(4, match=match), None).propose
+    found, number = jax.jit(lambda held, most: propose(held, most, None)[:2])(held, most)
 
     proposed = [row[:count] for row, count in zip(found.tolist(), number.tolist(), strict=True)]
     texts = [row[:count] for row, count in zip(tokens.tolist(), counts, strict=True)]

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 from messages import refused
-from test_generate import VOCAB, Stub
-from test_generate_batcher import PROMPTS, ROOM, alone, finished, made, told
+from test_generate import VOCAB
+from test_generate_batcher import PROMPTS, ROOM, alone, finished, made, one_stub, told
 from test_generate_stream import Bytes
 
 from nsa_jax.generate import Ended, start
@@ -32,9 +32,9 @@ def first_stop(text, strings):
     return None
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def stub():
-    return Stub()
+    return one_stub()
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -135,10 +135,15 @@ def ranges(placed, num_keys, num_compressed):
 @pytest.mark.parametrize("config", [OVERLAPPING, ADJOINING, MANY_FORCED], ids=["overlap", "adjoin", "forced"])
 def test_queries_of_random_packed_rows_see_what_the_loops_say(config):
     case = random_rows(config, seed=0)
-    placed = place(case)
-    positions, start = np.asarray(placed.position), np.asarray(placed.selection_start())
-    windows, compressed = ranges(placed, case.num_keys, case.num_compressed)
-    end = np.asarray(placed.selection_end(case.num_keys))
+
+    @jax.jit
+    def see():
+        placed, num_keys = place(case), case.num_keys
+        limits = placed.window_range(num_keys), placed.compression_range(case.num_compressed)
+        return placed.position, placed.selection_start(), placed.selection_end(num_keys), limits
+
+    positions, start, end, limits = jax.tree.map(np.asarray, see())
+    windows, compressed = (np.stack(each, -1) for each in limits)
     for row, position in np.ndindex(case.batch, case.num_keys):
         seen = brute_force.sight(case, row, position)
 
@@ -245,6 +250,10 @@ def test_runs_are_the_positions_that_they_stand_for(runs, packed):
 
 
 def test_what_is_known_of_the_queries_while_tracing():
+    jax.eval_shape(assert_what_is_known)
+
+
+def assert_what_is_known():
     def place(query_positions=None, num_queries=8, segment_ids=None, num_keys=32):
         return layout.place(
             NSAConfig(selection_block_size=16, compression_block_size=16), batch=1, num_queries=num_queries,

@@ -85,7 +85,6 @@ def drawn_tiles(seed):
 
 
 TILES = {
-    "ones": Sizes(*[1] * len(Sizes._fields))._replace(dense_blocks=0),
     "drawn": drawn_tiles(0),
     "drawn under a mask": drawn_tiles(1)._replace(dense_blocks=100),
 }

@@ -33,9 +33,7 @@ CASES = (  # case, index heads, index dim, whether weighted, whether all KV head
     (dataclasses.replace(OWN_KEYS, name="blocks of four", config=ADJOINING, num_keys=50), 1, 1, False, True),
     (OWN_KEYS, 2, 3, True, False),
 )
-every_case = pytest.mark.parametrize(
-    ("case", "heads", "dim", "weighted", "shared"), CASES, ids=lambda x: getattr(x, "name", "")
-)
+every_case = pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case, *_ in CASES])
 
 
 def where(case: Case) -> dict:
@@ -74,6 +72,15 @@ def placed(case: Case, query) -> tuple[layout.Placement, float]:
     return layout.place(case.config, **known, **where(case)), scale
 
 
+@functools.cache
+def problem(number: int) -> tuple[Indexed, np.ndarray, index_cases.Loops]:
+    """Operands of `CASES[number]`, a cotangent, and what loops make of them; do not write into them."""
+    case, heads, dim, weighted, shared = CASES[number]
+    given = index_cases.draw(case, heads=heads, dim=dim, weighted=weighted, shared=shared)
+    cotangent = cotangent_of(case, given)
+    return given, cotangent, index_cases.by_loops(case, given, cotangent)
+
+
 def cotangent_of(case: Case, given: Indexed) -> np.ndarray:
     num_blocks = layout.num_selection_blocks(case.num_keys, case.config)
     return case.generator("cotangent").standard_normal((*given.query.shape[:3], num_blocks))
@@ -81,10 +88,8 @@ def cotangent_of(case: Case, given: Indexed) -> np.ndarray:
 
 @every_case
 @pytest.mark.parametrize("name", ["reference", "xla", "xla in tiles"])
-def test_scores_gradients_and_selection_equal_the_loops(name, case, heads, dim, weighted, shared):
-    given = index_cases.draw(case, heads=heads, dim=dim, weighted=weighted, shared=shared)
-    cotangent = cotangent_of(case, given)
-    expected = index_cases.by_loops(case, given, cotangent)
+def test_scores_gradients_and_selection_equal_the_loops(name, number):
+    case, (given, cotangent, expected) = CASES[number][0], problem(number)
     module, sizes = {"reference": (reference, None), "xla": (attention, None)}.get(name, (None, SMALL))
     if name == "reference":  # its gradients are not masked where a block is not seen
         cotangent = np.where(np.isfinite(expected.scores), cotangent, 0)
@@ -100,14 +105,20 @@ def test_scores_gradients_and_selection_equal_the_loops(name, case, heads, dim, 
             np.testing.assert_allclose(found, right, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("number", [1, 3, 5])
+@functools.cache
+def slots_problem(number: int) -> tuple:
+    """Slots for `problem`, with their scores, a cotangent and gradients; do not write into them."""
+    case, given = CASES[number][0], problem(number)[0]
+    slots = index_cases.slots_of(case, given)
+    return slots, *index_cases.slots_by_loops(case, given, slots.blocks)
+
+
+@pytest.mark.parametrize("number", [1, 5])
 @pytest.mark.parametrize("module", [reference, None], ids=["reference", "xla in tiles"])
 def test_scores_of_chosen_blocks_are_those_of_all(module, number):
     """Among them blocks out of sight, beyond the row, and twice, whose second slot counts as unused."""
-    case, heads, dim, weighted, shared = CASES[number]
-    given = index_cases.draw(case, heads=heads, dim=dim, weighted=weighted, shared=shared)
-    slots = index_cases.slots_of(case, given)
-    scores, cotangent, expected = index_cases.slots_by_loops(case, given, slots.blocks)
+    case, given = CASES[number][0], problem(number)[0]
+    slots, scores, cotangent, expected = slots_problem(number)
     assert slots.repeated.any()
     assert np.isneginf(scores[slots.repeated]).all()
 
@@ -143,7 +154,7 @@ def test_many_chunks_add_up_gradients_of_keys_in_float32():
         scores = xla.block_scores(ones, key, None, blocks.at[..., 1:].set(-1), placement, 1.0, sizes=sizes)
         return scores[..., 0].sum()
 
-    assert (jax.grad(total)(ones[:, :, 0])[0, 0] == 512).all()
+    assert (np.asarray(jax.jit(jax.grad(total))(ones[:, :, 0]))[0, 0] == 512).all()
 
 
 def test_gradients_of_equal_tokens_go_to_the_first_token_and_head():
@@ -153,13 +164,13 @@ def test_gradients_of_equal_tokens_go_to_the_first_token_and_head():
     cotangent = cotangent_of(case, given)
     expected = index_cases.by_loops(case, given, cotangent).gradients
     with jax.enable_x64(True):
-        found = program(attention, case)(*given, cotangent)[3]
+        found = [np.asarray(x) for x in program(attention, case)(*given, cotangent)[3][:2]]
 
     assert not found[0][..., 1, :].any()  # of the second head
     of_block = found[1].reshape(case.batch, -1)[:, : 72 * 4].reshape(case.batch, 12, 6, 4)
     assert of_block[:, :, 0].any(axis=(1, 2)).all()
     assert not of_block[:, :, 1:].any()
-    for ours, right in zip(found[:2], expected[:2], strict=True):
+    for ours, right in zip(found, expected[:2], strict=True):
         np.testing.assert_allclose(ours, right, rtol=0, atol=1e-12)
 
 
@@ -205,7 +216,7 @@ def test_what_is_not_finite_reaches_those_who_see_it(weighted):
         expected = index_cases.by_loops(case, bad, cotangent)
     with jax.enable_x64(True):
         plain, (scores, blocks, best, gradients) = (
-            program(attention, case)(*arrays, cotangent) for arrays in (given, bad)
+            jax.tree.map(np.asarray, program(attention, case)(*arrays, cotangent)) for arrays in (given, bad)
         )
 
     assert np.array_equal(scores[same], plain[0][same])
@@ -271,10 +282,9 @@ def test_positions_of_scores():
     """By default the queries are all tokens of their row; else their positions say where they stand."""
     case = Case(name="scores of a row", batch=1, num_keys=29)
     scores = case.generator().standard_normal((1, 29, 2, 5)).astype(np.float32)
-    every = attention.top_blocks(scores, config=case.config)
-    last = attention.top_blocks(
-        scores[:, -3:], config=case.config, query_positions=layout.Runs((layout.Run(3, 26),))
-    )
+    best = jax.jit(functools.partial(attention.top_blocks, config=case.config))
+    every = np.asarray(best(scores))
+    last = best(scores[:, -3:], query_positions=layout.Runs((layout.Run(3, 26),)))
 
     assert every.tolist() == index_cases.best_of(case, scores).tolist()
     assert last.tolist() == every[:, -3:].tolist()
@@ -286,10 +296,14 @@ def test_runs_equal_their_positions():
     case = Case(name="index runs", num_keys=61, positions=(*range(8, 19), *range(40, 55)))
     given = index_cases.draw(case, heads=2, dim=4)
     runs = layout.Runs((layout.Run(11, 8), layout.Run(15, 40)))
-    shared = dict(config=case.config)
-    for operation in (attention.block_scores, attention.select_by_index):
-        found = operation(given.query, given.key, query_positions=runs, **shared)
-        expected = operation(given.query, given.key, query_positions=case.query_positions, **shared)
+
+    @jax.jit
+    def run(positions):
+        where = dict(config=case.config, query_positions=positions)
+        operations = attention.block_scores, attention.select_by_index
+        return [operation(given.query, given.key, **where) for operation in operations]
+
+    for found, expected in zip(run(runs), run(case.query_positions), strict=True):
         assert np.array_equal(found, expected)
 
 
@@ -297,13 +311,14 @@ def test_a_chunk_of_queries_has_the_scores_of_the_whole():
     """As a loss consumes them: for some queries at a time, whose first position is known only at run time."""
     case = BY_NAME["plain"]
     given = index_cases.draw(case, heads=2, dim=4)
-    whole = attention.block_scores(given.query, given.key, config=case.config)
+    score = jax.jit(functools.partial(attention.block_scores, config=case.config))
+    whole = np.asarray(score(given.query, given.key))
 
     key = jnp.asarray(given.key)
 
     def chunk(query, first):
         at = layout.Runs((layout.Run(query.shape[1], first),))
-        return attention.block_scores(query, key, config=case.config, query_positions=at)
+        return score(query, key, query_positions=at)
 
     run = jax.jit(chunk)
     parts = [run(given.query[:, first : first + 20], jnp.int32(first)) for first in (0, 20, 40)]
@@ -348,7 +363,7 @@ def test_hessian_vector_products():
 
 
 def test_transformations():
-    """`vmap` over single rows, `remat` and `export` for any number of rows: equal results and gradients."""
+    """`vmap` over single rows, and `export` for any number of rows: equal gradients, by `remat`, too."""
     case = Case(name="index transformed", batch=3, num_keys=22, num_kv_heads=2)
     given = index_cases.draw(case, heads=2, dim=4, weighted=True)
     arrays = [jnp.asarray(x, jnp.float32) for x in (*given, cotangent_of(case, given))]
@@ -362,32 +377,29 @@ def test_transformations():
         best = attention.top_blocks(scores, config=case.config)
         return scores, blocks, best, *pull_back(cotangent)
 
-    compiled = jax.jit(run, compiler_options=OPTIONS["reference"])
-    expected = compiled(*arrays)
     one = jax.vmap(lambda *row: [x[0] for x in run(*(x[None] for x in row))])
+    found = jax.jit(one, compiler_options=OPTIONS["reference"])(*arrays)
     (batch,) = jax.export.symbolic_shape("batch")
     shapes = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in arrays]
-    exported = jax.export.export(compiled)(*shapes)
-    for found in (jax.jit(one, compiler_options=OPTIONS["reference"])(*arrays), exported.call(*arrays)):
-        for ours, theirs in zip(found, expected, strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+    exported = jax.export.export(jax.jit(run, compiler_options=OPTIONS["reference"]))(*shapes)
+    for ours, theirs in zip(found, exported.call(*arrays), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
 def test_checked_calls():
     case = PACKED_ROWS
     given = index_cases.draw(case, dim=4)
-    for positions, rule in (
-        (case.query_positions, None),
-        (case.query_positions + 1, "query_positions must lie"),
-    ):
-        run = functools.partial(
-            debug.checked(attention.select_by_index), given.query, given.key, config=case.config,
-            query_positions=positions, segment_ids=case.segment_ids,
-        )  # fmt: skip
-        if rule is None:
-            assert (
-                run() == attention.select_by_index(given.query, given.key, config=case.config, **where(case))
-            ).all()
-        else:
-            with pytest.raises(checkify.JaxRuntimeError, match=f"^{rule}"):
-                run()
+    select, shared = attention.select_by_index, dict(config=case.config, segment_ids=case.segment_ids)
+
+    @jax.jit
+    def run(positions):
+        where = shared | dict(query_positions=positions)
+        checked = checkify.checkify(functools.partial(debug.checked(select), **where))
+        return checked(given.query, given.key), select(given.query, given.key, **where)
+
+    (error, found), expected = run(case.query_positions)
+    assert error.get() is None
+    assert np.array_equal(found, expected)
+    (error, _), _ = run(case.query_positions + 1)
+    with pytest.raises(checkify.JaxRuntimeError, match=r"^query_positions must lie"):
+        error.throw()

@@ -39,7 +39,6 @@ def program(module, case, config):
         ("reference", "last_queries_of_the_row", "selected"),
         ("xla", "last_queries_of_the_row", "selected"),
         ("xla", "packed_rows_queried_anywhere", "selected"),
-        ("xla", "packed_rows_queried_anywhere", "given"),
         ("xla", "everything_covered", "selected"),  # short rows: the three branches at once
         ("xla", "window_of_one_many_forced", "given"),
     ],

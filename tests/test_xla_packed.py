@@ -62,7 +62,10 @@ def test_packed_row_equals_each_sequence_alone_in_values_selections_and_gradient
 
 
 def test_very_many_short_sequences_in_one_row():
-    """2000 tokens in sequences of 5: far more blocks begin than a row of 2000 tokens has."""
+    """2000 tokens in sequences of 5: far more blocks begin than a row of 2000 tokens has.
+
+    With the gradients of what they are made of, and of the queries.
+    """
     config = NSAConfig(compression_block_size=4, compression_stride=2, num_selected_blocks=3, window_size=3)
     count, length, rng = 400, 5, np.random.default_rng(0)
     total, blocks = count * length, layout.num_compression_blocks(count * length, config)
@@ -78,7 +81,7 @@ def test_very_many_short_sequences_in_one_row():
         return np.pad(x.reshape(1, -1, *x.shape[2:]), ((0, 0), (0, unused), (0, 0), (0, 0)))
 
     def with_gradients(attend, cotangent, *operands):
-        out, pull_back = jax.vjp(functools.partial(attend, config=config), *operands)
+        out, pull_back = jax.vjp(lambda *first: attend(*first, *operands[3:], config=config), *operands[:3])
         return out, *pull_back(cotangent)
 
     segment_ids = jnp.arange(total, dtype=jnp.int32)[None] // length + 1

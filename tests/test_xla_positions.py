@@ -24,7 +24,6 @@ CASES = {
         PACKED_ROWS, num_queries=NUM_QUERIES, config=dataclasses.replace(OVERLAPPING, num_selected_blocks=7)
     ),
 }
-every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 def results(case, positions, explicit):
@@ -33,12 +32,9 @@ def results(case, positions, explicit):
 
     def everything(operands, explicit, cotangent):
         shared["query_positions"] = explicit if positions is EXPLICIT else positions
-        # Compressed keys alone do not tell how long a plain row is, so not where its last queries are.
-        tells = positions is not None or case.runs is not None
-        of_cmp = shared if tells else shared | dict(query_positions=explicit)
         query, key_cmp, value_cmp, *keys_values, _ = operands
-        cmp = attention.compressed_attention(query, key_cmp, value_cmp, **of_cmp)
-        blocks = attention.select_blocks(query, key_cmp, **of_cmp)
+        cmp = attention.compressed_attention(query, key_cmp, value_cmp, **shared)
+        blocks = attention.select_blocks(query, key_cmp, **shared)
         slc = attention.selected_attention(query, *keys_values[:2], blocks, **shared)
         win = attention.window_attention(query, *keys_values[2:], **shared)
         whole = functools.partial(attention.native_sparse_attention, **shared)
@@ -70,12 +66,13 @@ def agree(found, expected):
         assert distance(np.asarray(ours), np.asarray(theirs)) <= 1e-12 * max(1, size(np.asarray(theirs))), i
 
 
-@every_case
-def test_default_positions_are_the_last_of_the_row(case):
+def test_default_positions_are_the_last_of_the_row():
+    """Those of a plain row: `test_xla_native` has them."""
+    case = CASES["packed"]
     agree(results(case, None, case.query_positions), results(case, EXPLICIT, case.query_positions))
 
 
-@every_case
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_positions_that_the_row_does_not_have_are_padding(case):
     """`nsa_jax.debug` reports them; here such queries see nothing and add nothing to any gradient."""
     behind, before = (case.query_positions.copy() for _ in range(2))
@@ -94,9 +91,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("row", "name"), [*(("plain", name) for name in RUNS), ("packed", "two_runs_one_ragged")]
-)
+@pytest.mark.parametrize(("row", "name"), [*zip(CASES, RUNS, strict=True)])
 def test_runs_equal_their_positions(row, name):
     case, runs = CASES[row], RUNS[name]
     positions = np.asarray(layout.positions_of(runs, case.batch))
