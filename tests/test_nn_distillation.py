@@ -138,7 +138,6 @@ def test_a_remat_policy_keeps_the_gradients_of_the_loss(remat, times, monkeypatc
     [
         ("importance", "selected", "compressor_key"),
         ("weighted indexer", "dense", "selector"),
-        ("indexer", "selected", "selector"),
     ],
 )
 def test_chunks_of_packed_rows_add_up_and_teach_the_selector_alone(name, target, learns):
