@@ -128,7 +128,7 @@ def eager_calls() -> None:
 
     It needs no mesh in context.
     """
-    positions, segment_ids, _, query, *others = drawn()
+    positions, segment_ids, _, query, *keys_values, _ = drawn()
     positions, segment_ids = jnp.asarray(positions), jnp.asarray(segment_ids)
     given = dict(config=OVERLAPPING, query_positions=positions, segment_ids=segment_ids)
     compiled: list[str] = []
@@ -137,11 +137,11 @@ def eager_calls() -> None:
     for turn in range(2):
         compiled.clear()
         with jax.set_mesh(mesh):
-            found = attention.native_sparse_attention(query_on_mesh, *others, **given)
+            found = attention.compressed_attention(query_on_mesh, *keys_values[:2], **given)
         assert any("backend_compile" in event for event in compiled) == (turn == 0)
-    assert specs(found) == [P("data", None, "tensor", None)]
-    agree(found, whole()[0][0])
-    outside = attention.native_sparse_attention(query_on_mesh, *others, **given)
+    assert specs(found) == [P("data", None, "tensor", None), P("data", None, "tensor")]
+    agree(found, whole()[0][1:])
+    outside = attention.compressed_attention(query_on_mesh, *keys_values[:2], **given)
     assert specs(outside) == specs(found)
     agree(outside, found)
 
@@ -297,18 +297,21 @@ def loss_and_gradient(graph, state, tokens):
 def training() -> None:
     """The loss of a model and the gradient of every parameter, sharded as the parameter is.
 
-    Rows are computed in two chunks of queries, without the mesh in context.
+    Rows are computed in two chunks of queries, without the mesh in context. Layers of NSA are traced alone:
+    operations has their gradients, and train_mesh_program those of their parameters.
     """
-    plain, sharded = model(tie_embeddings=False)
+    plain, sharded = model(attention="dense", tie_embeddings=False)
     tokens = np.random.default_rng(0).integers(0, 12, (4, 300))
     graph, state = nnx.split(sharded)
     found = loss_and_gradient(graph, state, put(tokens, ("data", "fsdp")))
-    loss_and_gradient.eval_shape(graph, state, tokens)  # NumPy's lie on no mesh
-    with jax.set_mesh(mesh):
-        _, gradient = loss_and_gradient.eval_shape(graph, state, put(tokens, "data"))
     agree(found, loss_and_gradient(*nnx.split(plain), tokens))
     assert specs(found[1]) == specs(state)
-    assert [x.sharding.spec for x in jax.tree.leaves(gradient)] == specs(state)
+    graph, state = nnx.split(model(tie_embeddings=False)[1])
+    _, without_mesh = loss_and_gradient.eval_shape(graph, state, tokens)  # NumPy's lie on no mesh
+    with jax.set_mesh(mesh):
+        _, gradient = loss_and_gradient.eval_shape(graph, state, put(tokens, "data"))
+    for each in (gradient, without_mesh):
+        assert [x.sharding.spec for x in jax.tree.leaves(each)] == specs(state)
 
 
 def losses() -> None:
