@@ -17,6 +17,7 @@ from modules import MODEL, NSA, abstract, randomised
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.model import Transformer, TransformerConfig, restore, save
+from nsa_jax.nn import IndexerConfig
 
 # Sizes that the kernels take.
 CONFIG = TransformerConfig(
@@ -97,7 +98,8 @@ def test_scanned_layers_of_nsa_have_their_own_selections_and_losses():
     def run(model, blocks):
         return model(TOKENS, distil="dense", block_indices=blocks)
 
-    config = dataclasses.replace(LAYERS, attention=("window", "nsa", "nsa"))
+    selects = dict(selector=IndexerConfig(dim=4), branches=("slc",))
+    config = dataclasses.replace(LAYERS, attention=("window", "nsa", "nsa"), **selects)
     looped, scanned = looped_and_scanned(run, config, blocks, blocks[::-1], blocks[:1] * 2)
 
     close(scanned, looped)
