@@ -62,10 +62,9 @@ def test_steps_choose_as_a_whole_row_does(name):
         assert_steps_give(call(layer, x), layer, x)
 
 
-@pytest.mark.parametrize("name", ["random, slc", "loudest, slc and win"])
-def test_layer_attends_the_blocks_that_inspect_shows(name):
+def test_layer_attends_the_blocks_that_inspect_shows():
     """And by no others: with another selection the output differs."""
-    layer = layer_of(name)
+    layer = layer_of("loudest, slc and win")
 
     @nnx.jit
     def run(layer, x):
@@ -76,7 +75,7 @@ def test_layer_attends_the_blocks_that_inspect_shows(name):
 
     with jax.enable_x64(True):
         out, same, different, chosen = run(layer, random(2, LENGTH, WIDTH))
-    assert (chosen.gates is None) == (len(layer.branches) == 1)
+    assert chosen.gates is not None
     assert_close(same, out, ROUNDING)
     assert np.abs(different - out).max() > 1e-3
 
@@ -100,6 +99,7 @@ def test_blocks_that_cannot_be_chosen_are_named_and_not_attended():
     def run(layer, x):
         prompt, cache = layer.prefill(x[:, :11], layer.init_cache(2, 12))
         step, _ = layer.decode_step(x[:, 11:], cache)
+        assert layer.inspect(x).gates is None
         return layer.inspect(x).block_indices, (layer(x), jnp.concatenate([prompt, step], axis=1))
 
     def check(block_indices):
