@@ -33,12 +33,13 @@ SMALL = dataclasses.replace(
     cases.CASES["odd_dims"], name="small", length=91, batch=1, num_heads=2, num_kv_heads=1
 )
 LAYER = dataclasses.replace(cases.CASES["layer_mean"], name="layer_small", batch=1, length=91)
+WEIGHTED = dataclasses.replace(cases.CASES["layer_weighted_packed"], taught=False)
 MSA = dataclasses.replace(cases.CASES["layer_msa"], name="msa_small", batch=1, length=91)
 DECODE = dataclasses.replace(
     cases.CASES["decode"],
     name="decode_small",
     prompt_lengths=(1, 9),
-    num_steps=36,
+    num_steps=26,
     layer=dataclasses.replace(LAYER, name=""),
 )
 
@@ -60,12 +61,14 @@ def replace(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["packed_query_positions", "layer_importance_packed", "layer_weighted_packed", "decode_msa"],
-)
+@pytest.mark.parametrize("name", ["packed_query_positions", "layer_importance_packed", "decode_msa"])
 def test_case_is_within_its_budget(name):
     assert missed(cases.CASES[name]) == set()
+
+
+def test_a_weighted_indexer_is_within_its_budget():
+    """Its loss is left out: importance above and the indexer below have theirs."""
+    assert missed(WEIGHTED) == set()
 
 
 @pytest.mark.parametrize(
