@@ -128,7 +128,7 @@ def eager_calls() -> None:
 
     It needs no mesh in context.
     """
-    positions, segment_ids, _, query, *others = drawn()
+    positions, segment_ids, _, query, *keys_values, _ = drawn()
     positions, segment_ids = jnp.asarray(positions), jnp.asarray(segment_ids)
     given = dict(config=OVERLAPPING, query_positions=positions, segment_ids=segment_ids)
     compiled: list[str] = []
@@ -137,31 +137,30 @@ def eager_calls() -> None:
     for turn in range(2):
         compiled.clear()
         with jax.set_mesh(mesh):
-            found = attention.native_sparse_attention(query_on_mesh, *others, **given)
+            found = attention.compressed_attention(query_on_mesh, *keys_values[:2], **given)
         assert any("backend_compile" in event for event in compiled) == (turn == 0)
-    assert specs(found) == [P("data", None, "tensor", None)]
-    agree(found, whole()[0][0])
-    outside = attention.native_sparse_attention(query_on_mesh, *others, **given)
+    assert specs(found) == [P("data", None, "tensor", None), P("data", None, "tensor")]
+    agree(found, whole()[0][1:])
+    outside = attention.compressed_attention(query_on_mesh, *keys_values[:2], **given)
     assert specs(outside) == specs(found)
     agree(outside, found)
 
 
 def the_reference() -> None:
-    """The reference runs on explicit axes too, and leaves its results there."""
+    """The reference, which is plain JAX, traces on explicit axes too, and leaves its results there."""
     positions, segment_ids, _, *operands = drawn()
 
-    @jit
     def attend(positions, segment_ids, *operands):
         rows = dict(query_positions=positions, segment_ids=segment_ids)
         return reference.native_sparse_attention(*operands, config=OVERLAPPING, **rows)
 
-    found = attend(*put((positions, segment_ids, *operands), "data", None, "tensor"))
-    agree(found, whole()[0][0])
-    assert specs(found) == [P("data", None, "tensor", None)]
+    found = jax.eval_shape(attend, *put((positions, segment_ids, *operands), "data", None, "tensor"))
+    assert found.shape == whole()[0][0].shape
+    assert found.sharding.spec == P("data", None, "tensor", None)
 
 
 def shards() -> None:
-    """Inside `shard_map`, over KV heads and over tokens.
+    """Inside `shard_map`, over tokens and over KV heads. Heads need nothing of each other, and trace alone.
 
     Keys that all devices hold get the sum of the gradients that the devices find.
     """
@@ -177,15 +176,20 @@ def shards() -> None:
         )
 
     by_tokens, by_heads = P(None, "x"), P(None, None, "x")
-    for run in (in_shards(by_heads, by_heads, P()), in_shards(by_tokens, P(), by_tokens)):
-        agree(jit(run)(positions, segment_ids, cotangents, query, *keys_values, gates), whole())
+    given = positions, segment_ids, cotangents, query, *keys_values, gates
+    agree(jit(in_shards(by_tokens, P(), by_tokens))(*given), whole())
+    of_heads = jax.eval_shape(in_shards(by_heads, by_heads, P()), *given)
+    assert jax.tree.map(jnp.shape, of_heads) == jax.tree.map(jnp.shape, whole())
     of_one_head = (x[:, :, :1] for x in keys_values)
     shared = in_shards(by_heads, P(), P())  # its out_specs say that no device has gradients of its own
     jax.eval_shape(shared, positions, segment_ids, cotangents, query, *of_one_head, gates)
 
 
 def targets() -> None:
-    """What a selection is taught with, on explicit axes and inside `shard_map`: the values of one device."""
+    """What a selection is taught with, on explicit axes: the values of one device.
+
+    It traces inside `shard_map`, too, where heads need nothing of each other.
+    """
     positions, segment_ids, _, query, key_cmp, _, key, *_ = drawn()
 
     def teach(positions, segment_ids, query, key_cmp, key):
@@ -211,7 +215,7 @@ def targets() -> None:
         teach, mesh=jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2]),
         in_specs=by_heads, out_specs=by_heads[2],
     )  # fmt: skip
-    agree(jit(in_shards)(*given), expected)
+    assert jax.tree.map(jnp.shape, jax.eval_shape(in_shards, *given)) == jax.tree.map(jnp.shape, expected)
 
 
 def layers() -> None:
@@ -297,18 +301,21 @@ def loss_and_gradient(graph, state, tokens):
 def training() -> None:
     """The loss of a model and the gradient of every parameter, sharded as the parameter is.
 
-    Rows are computed in two chunks of queries, without the mesh in context.
+    Rows are computed in two chunks of queries, without the mesh in context. Layers of NSA are traced alone:
+    operations has their gradients, and train_mesh_program those of their parameters.
     """
-    plain, sharded = model(tie_embeddings=False)
+    plain, sharded = model(attention="dense", tie_embeddings=False)
     tokens = np.random.default_rng(0).integers(0, 12, (4, 300))
     graph, state = nnx.split(sharded)
     found = loss_and_gradient(graph, state, put(tokens, ("data", "fsdp")))
-    loss_and_gradient.eval_shape(graph, state, tokens)  # NumPy's lie on no mesh
-    with jax.set_mesh(mesh):
-        _, gradient = loss_and_gradient.eval_shape(graph, state, put(tokens, "data"))
     agree(found, loss_and_gradient(*nnx.split(plain), tokens))
     assert specs(found[1]) == specs(state)
-    assert [x.sharding.spec for x in jax.tree.leaves(gradient)] == specs(state)
+    graph, state = nnx.split(model(tie_embeddings=False)[1])
+    _, without_mesh = loss_and_gradient.eval_shape(graph, state, tokens)  # NumPy's lie on no mesh
+    with jax.set_mesh(mesh):
+        _, gradient = loss_and_gradient.eval_shape(graph, state, put(tokens, "data"))
+    for each in (gradient, without_mesh):
+        assert [x.sharding.spec for x in jax.tree.leaves(each)] == specs(state)
 
 
 def losses() -> None:

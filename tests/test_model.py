@@ -157,29 +157,16 @@ def test_one_step_of_training_moves_every_parameter():
         assert not np.array_equal(variable.get_value(), before[path].get_value()), path
 
 
-def dense_loss(config):
-    graph, state = nnx.split(make_model(config))
-    cotangent = np.random.default_rng(1).standard_normal((2, LENGTH, CONFIG.vocab_size))
+@pytest.mark.parametrize("remat", [False, True])
+def test_layers_are_computed_again_where_asked(remat):
+    """And gradients stay those without, as test_model_loss shows."""
+    graph, state = nnx.split(abstract_model(dataclasses.replace(DENSE, num_layers=1, remat=remat)))
 
-    def loss(state, ids, segment_ids=None):
-        return (nnx.merge(graph, state)(ids, segment_ids=segment_ids) * cotangent).sum()
+    jaxpr = str(
+        jax.make_jaxpr(jax.grad(lambda state, ids: nnx.merge(graph, state)(ids).sum()))(state, TOKENS)
+    )
 
-    return state, loss
-
-
-def test_remat_changes_no_gradient():
-    gradients = []
-    for remat in (False, True):
-        state, loss = dense_loss(dataclasses.replace(DENSE, num_layers=1, remat=remat))
-        compute = jax.jit(jax.grad(loss))
-        gradients.append(compute(state, tokens()))
-        jaxpr = str(jax.make_jaxpr(jax.grad(loss))(state, tokens()))
-        assert ("remat" in jaxpr or "checkpoint" in jaxpr) == remat
-
-    for plain, recomputed in zip(*map(jax.tree.leaves, gradients), strict=True):
-        # The same additions, about 200 of them, but fused differently and so rounded differently.
-        tolerance = 200 * np.finfo(np.float32).eps * np.abs(plain).max()
-        np.testing.assert_allclose(recomputed, plain, rtol=0, atol=tolerance)
+    assert ("remat" in jaxpr or "checkpoint" in jaxpr) == remat
 
 
 def test_remat_of_nsa_layers_traces():
@@ -260,7 +247,7 @@ def test_sharding_metadata():
 
 def test_a_row_without_tokens_has_finite_logits():
     """In uint8, the index of its last token would be 255."""
-    model = randomised(abstract_model(DENSE))
+    model = randomised(abstract_model(dataclasses.replace(DENSE, num_layers=1)))
     tokens, counts = np.ones((2, 3), np.int32), np.array([0, 3], np.uint8)
 
     logits, _ = nnx.jit(lambda model, *new: model.prefill(new[0], model.init_cache(2, 8), new[1]))(

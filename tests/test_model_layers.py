@@ -17,6 +17,7 @@ from modules import MODEL, NSA, abstract, randomised
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.model import Transformer, TransformerConfig, restore, save
+from nsa_jax.nn import IndexerConfig
 
 # Sizes that the kernels take.
 CONFIG = TransformerConfig(
@@ -97,7 +98,8 @@ def test_scanned_layers_of_nsa_have_their_own_selections_and_losses():
     def run(model, blocks):
         return model(TOKENS, distil="dense", block_indices=blocks)
 
-    config = dataclasses.replace(LAYERS, attention=("window", "nsa", "nsa"))
+    selects = dict(selector=IndexerConfig(dim=4), branches=("slc",))
+    config = dataclasses.replace(LAYERS, attention=("window", "nsa", "nsa"), **selects)
     looped, scanned = looped_and_scanned(run, config, blocks, blocks[::-1], blocks[:1] * 2)
 
     close(scanned, looped)
@@ -131,13 +133,14 @@ class Counting(nnx.Module):
 
     def __call__(self, x):
         self.calls[...] += 1
-        return jnp.full((*x.shape[:2], self.num_heads, 3), 0.5)
+        return jnp.full((*x.shape[:2], self.num_heads, 2), 0.5)
 
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_scan_refuses_to_lose_what_a_part_changes(remat):
     """Without a scan the variable is kept; with one, its new value was dropped in silence."""
-    tokens, config = jnp.zeros((1, 9), jnp.int32), dataclasses.replace(MODEL, gate=Counting, remat=remat)
+    options = dict(gate=Counting, remat=remat, selector=IndexerConfig(dim=4), branches=("slc", "win"))
+    tokens, config = jnp.zeros((1, 9), jnp.int32), dataclasses.replace(MODEL, **options)
     loop = randomised(abstract(Transformer, dataclasses.replace(config, num_layers=1)))
     scanned = abstract(Transformer, dataclasses.replace(config, scan_layers=True))
     calls = loop.layers[0].attention.gate.calls

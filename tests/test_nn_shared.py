@@ -26,7 +26,7 @@ from small_layer import (
 )
 
 from nsa_jax import cache, layout, nn
-from nsa_jax.nn import NSAAttention
+from nsa_jax.nn import NSAAttention, YarnScaling
 
 BRANCHES = ("cmp", "slc", "win")
 PACKED = np.array([[0, 0] + [3] * 9 + [1] * 12, [5] * 3 + [0] + [2] * 19])
@@ -81,6 +81,7 @@ def named(state):
     return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
 
 
+YARN = YarnScaling(4.0, 24, beta_fast=3.0, beta_slow=0.2)
 # One of 5 tokens, with all branches, is among the layers of test_nn_selector.
 WINDOWS = {"window of one": 1, "window longer than the rows": 64}
 
@@ -91,8 +92,9 @@ def test_steps_of_a_cache_equal_the_full_forward(window_size):
     x = random(ROWS, LENGTH, WIDTH)
     with jax.enable_x64(True):
         layer = make_layer(
-            jnp.float64, share_keys_values=True, config=config, selector=Recent, branches=("slc", "win")
-        )
+            jnp.float64, share_keys_values=True, config=config, selector=Recent, branches=("slc", "win"),
+            rope_base=100.0, rope_scaling=YARN,
+        )  # fmt: skip
         full = np.asarray(jax.jit(layer)(x))
         assert_steps_give(full, layer, x)
 

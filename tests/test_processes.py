@@ -53,8 +53,12 @@ def run_two(*arguments: str) -> list[str]:
 
 
 def test_two_processes_do_what_one_device_does(tmp_path):
-    """They train the example, and one process reads their checkpoint; then they decode."""
-    sizes = dict(steps=2, batch=2, length=64, layers=1, width=16, heads=4, kv_heads=2, warmup=1)
+    """They train the example, and one process reads their checkpoint; then they decode.
+
+    A dense model: that NSA's gradients are right on a mesh is what train_mesh_program shows.
+    """
+    sizes = dict(attention="dense", steps=2, batch=2, length=64, layers=1, width=16, heads=4, kv_heads=2)
+    sizes |= dict(warmup=1)
     options = [f"--{name.replace('_', '-')}={size}" for name, size in sizes.items()]
     data, folder = tmp_path / "data.txt", RunFolder(tmp_path / "run")
     data.write_text(" ".join(map(str, range(400))))
