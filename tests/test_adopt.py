@@ -52,6 +52,7 @@ SIZES = dict(l=8, d=4, block=8, n=4, w=8, length=64, batch=2, rows=3, dtype="flo
 SIZES |= dict(selector="importance", branches=BRANCHES)
 STEPS = {"distil-steps": 60, "sparse-steps": 3, "warmup": 1, "new-learning-rate": 1e-2, "logit-weight": 0.5}
 WHOLE = SIZES | STEPS | {"branches": ("cmp", "slc"), "needles": 1, "needle-lengths": 160, "rope-base": 400.0}
+WHOLE |= {"remat": "none"}  # is compiled faster
 SHORT = SIZES | {"needles": 0, "distil-steps": 2, "sparse-steps": 0}
 
 
@@ -267,8 +268,6 @@ def test_the_model_of_the_run_can_be_loaded(finished):
     assert model.config.branches == WHOLE["branches"]
 
     assert tokenizer.encode("a").ids
-    assert not model.config.remat
-    assert not model.config.scan_layers
     trained = of(finished / "checkpoints" / "sparse")
     assert {name: np.asarray(value).tobytes() for name, value in parameters(model).items()} == {
         name: value.tobytes() for name, value in trained.items()
@@ -374,7 +373,7 @@ def test_the_page_shows_its_figures_or_says_what_draws_them(finished, tmp_path, 
     if drawn:  # with matplotlib
         assert drawn == {figures.NEEDLES, figures.LOSSES}
         assert all(f"]({name})" in page for name in drawn)
-    settings, folder = settings_of(finished), RunFolder(tmp_path)
+    settings, folder = dataclasses.replace(settings_of(finished), remat=WHOLE["remat"]), RunFolder(tmp_path)
     for path in (finished / "measured.json", *finished.glob("*.jsonl")):
         shutil.copy(path, tmp_path)
     for package in ("matplotlib", "matplotlib.figure"):
@@ -717,6 +716,8 @@ def test_each_layer_may_have_a_kind(source, files, tmp_path, monkeypatch):
 
     config = load(tmp_path / "run" / "model")[0].config
     assert config.attention == ("window", "nsa")
+    assert not config.remat  # with which it was trained
+    assert not config.scan_layers
     assert config.per_layer[0].window_size is None  # that of `--w`
     assert config.nsa.window_size == SIZES["w"]
     assert {name.split(".")[1] for name in changed_by_distil(tmp_path / "run", source)} == {"1"}
