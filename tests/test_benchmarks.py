@@ -170,7 +170,7 @@ def test_overlap_by_hand():
 
 @pytest.mark.parametrize("distribution", inputs.DISTRIBUTIONS)
 def test_drawn_blocks_are_selections(distribution, jax_draws):
-    shape = Shape(length=4100, kv_heads=2)
+    shape = Shape(length=4100, kv_heads=2, key_dim=8)
 
     draw = inputs.draw_blocks(shape, distribution)
 
@@ -562,6 +562,7 @@ def test_decode_writes_rows_and_csv(monkeypatch, tmp_path, capsys):
     assert single == [("native_sparse_attention", "xla"), *dense]
     assert summary["dense_over_this"].keys() == {"90"}
     assert "gate native_sparse_attention xla decode: green" in printed
+    assert verdicts.judge(["python", "-m", "benchmarks.decode"], status, printed) == ([], "9 rows", [])
     for mode in ("decode", "decode_loop"):
         of_mode = [row for row in rows if row.mode == mode]
         fastest = min(row.median_ms for row in of_mode if row.operation == "dense_attention")

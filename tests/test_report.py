@@ -17,6 +17,7 @@ from messages import has_form
 from test_docs_code import wrong_with
 
 from benchmarks import records
+from benchmarks.decode.summary import CSV_HEADER
 from benchmarks.report import __main__ as program
 from benchmarks.report import comparison, host, page, runner, steps, verdicts
 from benchmarks.report.host import Host
@@ -723,12 +724,12 @@ def test_the_machine_is_seen_by_a_process_of_its_own(monkeypatch):
     assert seen.device == records.device()
 
 
-# Instead of the quick sizes: one branch at one short length. What the doctor really says is judged in
-# test_doctor, what the ceiling says in test_benchmarks, and what parity says above.
+# Instead of decode steps: one operation at one short length. What the doctor really says is judged in
+# test_doctor, what decode steps and the ceiling say in test_benchmarks, and what parity says above.
 SHORT = (
-    "python -m benchmarks.decode --lengths 576 --heads 4 --kv-heads 1 --head-dim 16 --num-layers 1 "
-    "--branch win --budget-s 0.05 --csv $OUT/steps.csv --output $OUT/rows.jsonl",
-    "python -m benchmarks.decode.summary $OUT/steps.csv",
+    "python -m benchmarks.attention --lengths 64:fwd --operations dense_attention --heads 1 --key-dim 8 "
+    "--value-dim 8 --budget-s 0.01 --output $OUT/rows.jsonl",
+    "python -m benchmarks.decode.summary {csv} --output $OUT/steps.png",
 )
 
 
@@ -736,8 +737,9 @@ SHORT = (
 def test_a_short_run_of_a_real_step_passes(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="the summary of decode steps needs the extra `bench`")
     monkeypatch.undo()
-    decode = steps.load()["decode"]
-    plans = dict.fromkeys(decode.plans, Plan(300.0, 30.0, SHORT))
+    (tmp_path / "steps.csv").write_text(f"{','.join(CSV_HEADER)}\n90,2.0,1.0,0.5,0.1,1,1,1,1\n")
+    decode, short = steps.load()["decode"], [x.replace("{csv}", f"{tmp_path}/steps.csv") for x in SHORT]
+    plans = dict.fromkeys(decode.plans, Plan(300.0, 30.0, short))
 
     status, text, report = run(tmp_path, [dataclasses.replace(decode, plans=plans)], "--quick")
 
@@ -745,4 +747,5 @@ def test_a_short_run_of_a_real_step_passes(tmp_path, monkeypatch):
     assert status == 0
     assert "![steps](decode/steps.png)" in text
     assert "reads(dec)" in text
+    assert "| `dense_attention` | xla | 64 | fwd |" in text
     assert (tmp_path / "abc" / "decode" / "steps.png").exists()
