@@ -106,9 +106,9 @@ CHECKS = {
         *("case int8", "case int8, a ring"),
     ),
     "operations": (
-        *("case many keys", "one token"),
+        "one token",
         *("whole", "whole, short rows", "whole, short packed rows"),
-        *("not finite, consecutive", "not finite, anywhere", "a key that is not a number"),
+        *("not finite, many keys", "not finite, anywhere", "a key that is not a number"),
         *("whole, not finite", "whole, not finite, packed"),
         *("whole, not finite, parts", "whole, not finite, short rows"),
         "whole, not finite, many keys",
