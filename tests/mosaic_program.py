@@ -14,6 +14,7 @@ import fewer_collections  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_attention
 import triton_compile
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -50,11 +51,11 @@ class Case(NamedTuple):
 
 CASES = {
     "twelve_heads": Case(29, heads=12, kv_heads=2, batch=2, empty=True, processors=3, item=7),
-    "one_head_packed": Case(60, heads=1, kv_heads=2, packed=True, empty=True, item=9),
-    "four_heads_wide_keys": Case(72, 136, heads=4, dims=(192, 128), block=64, empty=True, item=40),
-    "parts_of_queries": Case(72, 200, block=64, bare=True, item=20, range=40),
+    "one_head_packed": Case(44, heads=1, kv_heads=2, packed=True, empty=True, item=9),
+    "four_heads_wide_keys": Case(40, 136, heads=4, dims=(192, 128), block=64, empty=True, item=22),
+    "parts_of_queries": Case(40, 200, block=64, bare=True, item=11, range=24),
     "packed_parts": Case(44, heads=12, kv_heads=2, block=64, packed=True, empty=True, item=9, range=44),
-    "blocks_of_128": Case(72, 264, dims=(128, 128), block=128, dtype="float16"),
+    "blocks_of_128": Case(40, 264, dims=(128, 128), block=128, dtype="float16"),
 }
 
 
@@ -80,7 +81,7 @@ def main(case: Case) -> dict[str, float]:
     random = np.random.default_rng(7)
 
     def draw(*shape):
-        return jnp.asarray(random.standard_normal(shape), case.dtype)
+        return random.standard_normal(shape).astype(jnp.dtype(case.dtype))
 
     query, key = draw(batch, length, num_heads, key_dim), draw(batch, num_keys, kv_heads, key_dim)
     value, d_out = draw(batch, num_keys, kv_heads, value_dim), draw(batch, length, num_heads, value_dim)
@@ -89,10 +90,9 @@ def main(case: Case) -> dict[str, float]:
         compression_block_size=16, compression_stride=16, selection_block_size=case.block,
         num_selected_blocks=case.slots, window_size=64,
     )  # fmt: skip
-    segments = (
-        None if segments is None else jnp.asarray(np.broadcast_to(segments, (batch, num_keys)), jnp.int32)
-    )
-    placed = layout.place(config, batch=batch, num_queries=length, num_keys=num_keys, segment_ids=segments)
+    segments = None if segments is None else np.broadcast_to(segments, (batch, num_keys)).astype(np.int32)
+    of_row = dict(batch=batch, num_queries=length, num_keys=num_keys, segment_ids=segments)
+    placed = jax.jit(functools.partial(layout.place, config, **of_row))()
     blocks = choose(case, placed)
     position, starts = np.asarray(placed.position), np.asarray(placed.sequence_start)
     last = np.where(position >= 0, starts + position, -1).astype(np.int32)
@@ -114,8 +114,14 @@ def main(case: Case) -> dict[str, float]:
         wrong["wraps"] = float(fills < 2 * tile.stages + 1)
         return type(lists)(*map(jnp.asarray, lists))
 
-    @functools.partial(jax.jit, static_argnums=1)
-    def exact(arrays, dtype):
+    shape = (batch, length, num_heads)
+    weight = None if case.bare else random.uniform(0.2, 1.5, shape).astype(np.float32)
+    d_lse = None if case.bare else random.standard_normal(shape).astype(np.float32)
+    previous = None if case.bare else draw(*query.shape)
+    shift = np.zeros(shape, np.float32) if d_lse is None else d_lse
+
+    @jax.jit
+    def by_reference(*arrays):
         def both(query, key, value):
             out, lse = reference.selected_attention(
                 query, key, value, jnp.asarray(blocks), config=config, segment_ids=segments,
@@ -124,28 +130,24 @@ def main(case: Case) -> dict[str, float]:
             weighted = out if weight is None else out * weight[..., None].astype(out.dtype)
             return (weighted, lse), out
 
-        (_, lse), pull_back, out = jax.vjp(both, *(x.astype(dtype) for x in arrays), has_aux=True)
-        seen = jnp.isfinite(lse)
-        d_query, d_key, d_value = pull_back(
-            (d_out.astype(dtype), jnp.where(seen, shift, 0).astype(lse.dtype))
-        )
-        more = 0 if previous is None else previous.astype(dtype)
+        (_, lse), pull_back, out = jax.vjp(both, *arrays, has_aux=True)
+        d_query, d_key, d_value = pull_back((d_out, jnp.where(jnp.isfinite(lse), shift, 0)))
+        more = 0 if previous is None else previous
         products = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1)
         return dict(out=out, lse=lse, d_query=d_query + more, d_key=d_key, d_value=d_value, products=products)
 
-    shape = (batch, length, num_heads)
-    weight = None if case.bare else jnp.asarray(random.uniform(0.2, 1.5, shape), jnp.float32)
-    d_lse = None if case.bare else jnp.asarray(random.standard_normal(shape), jnp.float32)
-    previous = None if case.bare else draw(*query.shape)
-    shift = jnp.zeros(shape) if d_lse is None else d_lse
-    expected = exact((query, key, value), jnp.float32)
-    same = exact((query, key, value), case.dtype)
+    same = by_reference(query, key, value)
+    at = np.arange(num_keys) - starts[..., None]
+    own = at[:, :, None, None] // case.block == blocks[..., None]
+    seen = ((at >= 0) & (at <= position[..., None]))[:, :, None] & own.any(3)
+    arrays = query, key, value, seen, known["scale"], d_out, shift, weight, previous
+    expected = plain_attention.with_gradients(*arrays, dtype=np.float32)
 
     with triton_compile.device(90):
         tile = sizes.gradient_sizes(key_dim, value_dim, case.block, aligned=aligned)
         given = Backward(same["out"], expected["lse"], d_out, d_lse, weight, previous)
-        d_query, products, delta = selected_query_gradient(
-            query, key, value, visits(tile), jnp.asarray(last), given, **known, **tiled
+        d_query, products, delta = jax.jit(functools.partial(selected_query_gradient, **known, **tiled))(
+            query, key, value, visits(tile), last, given
         )
         jax.block_until_ready(d_query)
         wrong["races of d_query"] = float(gpu_callbacks.get_races().races_found)
@@ -153,12 +155,16 @@ def main(case: Case) -> dict[str, float]:
             blocks, starts, last, block=case.block, num_keys=num_keys, item=case.item, packed=case.packed,
             range_queries=case.range,
         )  # fmt: skip
-        items = items._replace(tokens=jnp.asarray(items.tokens), items=jnp.asarray(items.items))
-        arrays = KeyArrays.of(query, key, value, given, delta, aligned=aligned)
+
+        @functools.partial(jax.jit, static_argnames="kernel")
+        def of_keys(kernel, *changing):
+            arrays = KeyArrays.of(query, key, value, given, delta, aligned=aligned)
+            return kernel(arrays, *changing)
+
         if case.range is None:
-            sums = selected_key_gradients(arrays, items, jnp.asarray(last), **known)
+            sums = of_keys(functools.partial(selected_key_gradients, items=items, last_keys=last, **known))
         else:
-            sums, found_in_parts = in_ranges(case, arrays, items, jnp.asarray(last), blocks, known)
+            sums, found_in_parts = in_ranges(case, of_keys, items, last, blocks, known)
         part_key, part_value, d_key, d_value = (np.asarray(x, np.float64) for x in sums)
         wrong["races of d_key"] = float(gpu_callbacks.get_races().races_found)
     d_key = add_items(items, partials, part_key, d_key, case.block)
@@ -174,18 +180,27 @@ def main(case: Case) -> dict[str, float]:
     return wrong
 
 
-def in_ranges(case: Case, arrays: KeyArrays, items, last, blocks, known) -> tuple[KeySums, np.ndarray]:
+def in_ranges(case: Case, of_keys, items, last, blocks, known) -> tuple[KeySums, np.ndarray]:
     """The sums, and d_query from its parts: a call for each KV head and range of queries."""
     of_blocks = dict(block_size=case.block, aligned=known["aligned"])
-    sums = tuple(jax.new_ref(jnp.full(x.shape, jnp.nan, x.dtype)) for x in arrays.sums(items, **of_blocks))
+
+    def poisoned(arrays):
+        return tuple(jnp.full(x.shape, jnp.nan, x.dtype) for x in arrays.sums(items, **of_blocks))
+
+    def gradients(arrays, rows, first, into):
+        at = QueryParts(case.slots, 1, case.range, first, into)
+        return selected_key_gradients(arrays, items._replace(items=rows), last, parts=at, **known)
+
+    sums = tuple(map(jax.new_ref, of_keys(poisoned)))
     heads, key_dim = case.heads * case.kv_heads, case.dims[0]
     d_query = np.zeros((case.batch, case.queries, heads, key_dim))
-    ranges = -(-case.queries // case.range)
+    ranges, longest = -(-case.queries // case.range), np.diff(items.bounds).max()
     for lane, (begin, end) in enumerate(zip(items.bounds[:-1], items.bounds[1:], strict=True)):
         both, first = lane // ranges, lane % ranges * case.range
-        at = QueryParts(case.slots, 1, case.range, jnp.asarray([both, first], jnp.int32), sums)
-        mine = items._replace(items=items.items[begin:end])
-        parts = np.asarray(*selected_key_gradients(arrays, mine, last, parts=at, **known), np.float64)
+        rows = np.tile(items.items[-1], (longest, 1))  # nothing, for a program
+        rows[: end - begin] = items.items[begin:end]
+        parts = of_keys(gradients, rows, np.asarray([both, first], np.int32), sums)
+        parts = np.asarray(*parts, np.float64)
         b, k = divmod(both, case.kv_heads)
         rows = slice(k * case.heads, (k + 1) * case.heads)
         for t in range(first, min(first + case.range, case.queries)):

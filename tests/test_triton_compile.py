@@ -121,7 +121,8 @@ BOTH_FORMS = ((90, "main"), (90, "192/128"), (100, "main"))
 # limits of a row in registers or shared memory. The compressed branch mostly has the tiles of the window:
 # then what its kernels need is known of the window's, which add the front of a range and lack wider ends and
 # segments. As measured, the compressed branch spilled at most 4 bytes more. What recomputes has the same
-# sizes and the same `mma.sync` on every GPU, and takes 16 heads at a time, however many there are.
+# sizes and the same `mma.sync` on every GPU, and takes 16 heads at a time, however many there are. Like what
+# has no products it is compiled on Hopper, and must fit into the shared memory of every GPU.
 CASES: dict[tuple[int, str], set[str]] = {
     (90, "128 wide heads"): SELECTED | WINDOW | {
         *(f"nsa_native_recompute_{what}" for what in OF_ALL_AT_ONCE), "nsa_selected_recompute_key_gradients",
@@ -143,9 +144,9 @@ CASES: dict[tuple[int, str], set[str]] = {
     (90, "256"): SELECTED | WINDOW | {"nsa_importance", "nsa_gated_sum", "nsa_gate_gradients"},
     (90, "192/128"): SELECTED | WINDOW | {"nsa_compressed_forward"},
     (90, "main"): KERNELS,
-    (80, "main"): (WITHOUT_PRODUCTS - OF_A_SORT - OF_ITEMS) | {
+    (80, "main"): {
+        "nsa_gate_gradients",
         "nsa_window_query_gradient", "nsa_window_key_gradients",  # the others have the sizes of these
-        "nsa_native_recompute_forward", "nsa_selected_recompute_key_gradients",
     },
     # An L4 and a consumer Blackwell have the same rows and as much shared memory: a row is compiled for the
     # one where it spills more.
@@ -299,7 +300,8 @@ def test_kernels_become_machine_code(capability, name):
         print(name, TARGETS[capability], kernel._replace(ptx=""))
     problems = []
     for kernel in found:
-        limit = triton_compile.SHARED_MEMORY_BYTES[capability]
+        alike = kernel.name in WITHOUT_PRODUCTS or "recompute" in kernel.name
+        limit = triton_compile.SHARED_MEMORY_BYTES[89 if alike else capability]
         if kernel.shared_bytes > limit:
             problems.append(f"{kernel.name} takes {kernel.shared_bytes} bytes of shared memory of {limit}")
         if kernel.spill_bytes > allowed.get(kernel.name, 0):

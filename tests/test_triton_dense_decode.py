@@ -93,7 +93,10 @@ def _text(ptx):
 
 
 def test_loop_copies_no_cache_and_launches_two_kernels():
-    """As XLA compiles it for an H100: in a body of two layers, nothing of the size of a cache is copied."""
+    """As XLA compiles it for an H100: in a body of two layers, nothing of the size of a cache is copied.
+
+    Of all such loops this one also shows what XLA's assembler says to the kernels.
+    """
     pytest.importorskip("jax_plugins.xla_cuda13", reason=f"needs jax-cuda13-pjrt, {WHERE}")
     shape = Shape(batch=2, max_length=4096)
     held, query, key, value = shape.operands()
@@ -110,7 +113,7 @@ def test_loop_copies_no_cache_and_launches_two_kernels():
 
         return jax.lax.fori_loop(0, 100, body, (caches, query))
 
-    program = triton_compile.compile_for_h100(loop, (held, held), query, key, value)
+    program = triton_compile.compile_for_h100(loop, (held, held), query, key, value, code_of_kernels=True)
     body = program.as_text().split("ENTRY")[0]
 
     copied = re.findall(r"(\w+)\[([\d,]*)\]\S* copy\(", body)

@@ -6,6 +6,7 @@ Through `nsa_jax.attention`, so with dispatch, lists, layouts and custom gradien
 from triton_interpreter import interpreted  # isort: skip
 
 import dataclasses
+import functools
 import sys
 import time
 from functools import partial
@@ -37,7 +38,7 @@ CONFIG = NSAConfig(
 RUNS = (((0, 3), (7, 24), (2, 3), (9, 9), (1, 1)), ((3, 5), (4, 1), (8, 2), (1, 27), (0, 5)))
 CASES = {
     "consecutive": Case(
-        name="triton_consecutive", config=CONFIG, batch=1, num_keys=43, num_heads=8, num_kv_heads=1,
+        name="triton_consecutive", config=CONFIG, batch=1, num_keys=35, num_heads=8, num_kv_heads=1,
         key_dim=16, value_dim=16,
     ),
     "packed": Case(
@@ -49,7 +50,7 @@ CASES = {
         value_dim=16, positions=(39, -1, 0, 26, 7, 8, 31, 38), scale=0.3, runs=RUNS,
     ),
     "many keys": Case(  # more than a program searches at once
-        name="triton_many_keys", config=CONFIG, batch=1, num_keys=150, num_queries=20, num_heads=6,
+        name="triton_many_keys", config=CONFIG, batch=1, num_keys=150, num_queries=14, num_heads=6,
         num_kv_heads=2, key_dim=48, value_dim=16,
     ),
 }  # fmt: skip
@@ -57,34 +58,21 @@ CASES = {
 TOLERANCE = 8 * float(np.finfo(np.float32).eps)
 
 
-def check_case(name: str) -> float:
-    """All results and gradients, under random cotangents of every output and log-sum-exp."""
-    case = CASES[name]
-    blocks = brute_force.evaluate(case, case.draw())["blocks"]
-    expected = evaluate("reference", case, block_indices=blocks)
-    with interpreted():
-        found = evaluate("triton", case, "float32", block_indices=blocks)
-    assert found["blocks"].tolist() == blocks.tolist(), name
-    worst = 0.0
-    for result in (*random_cotangents(case), *(f"d_{operand}" for operand in Operands._fields)):
-        error = distance(found[result], expected[result]) / max(1.0, size(expected[result]))
-        assert error <= TOLERANCE, (name, result, error)
-        worst = max(worst, error)
-    return worst
-
-
 def check_not_finite(name: str) -> float:
-    """NaN and infinity reach the results that depend on them, and no others: the pattern of the oracle."""
+    """NaN and infinity reach the results that depend on them, and no others: the pattern of the oracle.
+
+    All results and gradients, under random cotangents of every output and log-sum-exp.
+    """
     case = CASES[name]
     operands = jax.tree.map(np.copy, case.draw())
     cotangents = {x: np.copy(cotangent) for x, cotangent in random_cotangents(case).items()}
     blocks = brute_force.evaluate(case, operands)["blocks"]
     queries = operands.query.shape[1]
     operands.query[-1, queries // 2, 0, 3] = np.nan
-    operands.key_slc[0, 21, 0, 1] = np.nan
+    operands.key_slc[0, -19, 0, 1] = np.nan
     operands.value_slc[0, -9, -1, 2] = np.inf
-    operands.value_win[0, 18, 0, 0] = np.nan
-    operands.key_win[-1, 33, -1, 2] = np.nan
+    operands.value_win[0, -22, 0, 0] = np.nan
+    operands.key_win[-1, -7, -1, 2] = np.nan
     operands.value_cmp[0, -2, 0, 5] = np.nan
     cotangents["out_cmp"][-1, 5, 0, 1] = np.inf
     cotangents["out_win"][0, queries - 2, -1, 3] = np.nan
@@ -94,6 +82,9 @@ def check_not_finite(name: str) -> float:
     expected = evaluate("reference", case, **given)
     with interpreted():
         found = evaluate("triton", case, "float32", **given)
+    chosen = found["blocks"] == blocks
+    chosen[-1, queries // 2, 0] = True  # by what is not a number
+    assert chosen.all(), name
     worst = 0.0
     for result in (*random_cotangents(case), *(f"d_{operand}" for operand in Operands._fields)):
         finite = np.isfinite(expected[result])
@@ -140,12 +131,12 @@ def check_whole(name: str, slots: int) -> float:
     """`vmap` of `native_sparse_attention`, its own selection included, equals that of `xla`.
 
     First without and then with gradients, which are different kernels. The rows have three blocks: with as
-    many slots, the selected branch is causal. With fewer, the operation alone gives the same bits.
+    many slots, the selected branch is causal.
     """
     case, config = CASES[name], dataclasses.replace(CONFIG, num_selected_blocks=slots)
-    where = {} if case.runs is None else dict(segment_ids=jnp.asarray(case.segment_ids))
-    operands = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), case.draw())
-    cotangent = jnp.asarray(random_cotangents(case)["out"], jnp.float32)
+    where = dict(segment_ids=case.segment_ids)
+    operands = jax.tree.map(np.float32, case.draw())
+    cotangent = np.float32(random_cotangents(case)["out"])
 
     def with_gradients(implementation):
         more = dict(config=config, implementation=implementation, **where)
@@ -170,34 +161,47 @@ def check_whole(name: str, slots: int) -> float:
     expected = jax.jit(with_gradients("xla"))(cotangent, *operands)
     with interpreted():
         twice = jax.jit(jax.vmap(with_gradients("triton")))(
-            *(jnp.stack([x, x]) for x in (cotangent, *operands))
+            *(np.stack([x, x]) for x in (cotangent, *operands))
         )
-        first = [both[0] for both in twice]
-        alone = jax.jit(with_gradients("triton"))(cotangent, *operands) if slots < 3 else first
     worst = 0.0
-    for (ours, second), single, theirs in zip(twice, alone, expected, strict=True):
+    for (ours, second), theirs in zip(twice, expected, strict=True):
         assert np.array_equal(second, ours)
-        assert np.array_equal(single, ours)
         error = distance(np.asarray(ours), np.asarray(theirs)) / max(1.0, size(np.asarray(theirs)))
         assert error <= 2 * TOLERANCE, error  # neither is exact
         worst = max(worst, error)
     return worst
 
 
+def with_gradients(attend, cotangent, operands: Operands) -> tuple:
+    """What `attend` gives without and with gradients, and these."""
+    out, pull_back = jax.vjp(lambda operands: attend(*operands), operands)
+    return attend(*operands), out, *pull_back(cotangent)[0]
+
+
+@functools.cache
+def oracle_of_whole(name: str):
+    """The three branches by the oracle, with the blocks given."""
+    more = dict(config=CONFIG, segment_ids=CASES[name].segment_ids)
+
+    def run(cotangent, operands, blocks):
+        attend = partial(reference.native_sparse_attention, block_indices=blocks, **more)
+        return with_gradients(attend, cotangent, operands)
+
+    return jax.jit(run)
+
+
 def check_whole_not_finite(name: str, way: str = "tiles") -> float:
     """The three branches at once: NaN and infinity in each of them and in the gates.
 
     Against the oracle: without gradients the sum is repaired, with them what the backward reads. With "parts"
-    as the way, key blocks are outside; with "causal" the blocks are all, and not given.
+    as the way, key blocks are outside; with "causal" the blocks are all, and not given to the kernels.
     """
     case = CASES[name]
-    config = dataclasses.replace(CONFIG, num_selected_blocks=3) if way == "causal" else CONFIG
-    where = {} if case.runs is None else dict(segment_ids=jnp.asarray(case.segment_ids))
-    drawn = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), case.draw())
-    blocks = jnp.asarray(brute_force.evaluate(case, case.draw())["blocks"], jnp.int32)
-    cotangent = jnp.asarray(random_cotangents(case)["out"], jnp.float32)
+    drawn = jax.tree.map(np.float32, case.draw())
+    blocks = np.int32(brute_force.evaluate(case, case.draw())["blocks"])
+    cotangent = np.float32(random_cotangents(case)["out"])
     queries, last = drawn.query.shape[1], -1
-    nan, inf, later = jnp.nan, jnp.inf, queries - 2
+    nan, inf, later = np.nan, np.inf, queries - 2
     runs = (
         {"value_cmp": ((0, last, 0, 5), nan), "key_win": ((last, 33, last, 2), nan)},
         {"value_slc": ((0, -9, last, 2), inf), "query": ((last, queries // 3, 0, 3), nan)},
@@ -211,26 +215,21 @@ def check_whole_not_finite(name: str, way: str = "tiles") -> float:
         find_sizes=lambda table, shape: parts if way == "parts" else None,
     )  # fmt: skip
 
-    @partial(jax.jit, static_argnums=0)
-    def run(oracle, cotangent, operands):
-        def attend(operands):
-            more = dict(config=config, block_indices=None if way == "causal" else blocks, **where)
-            if oracle:
-                return reference.native_sparse_attention(*operands, **more)
-            return attention.native_sparse_attention(*operands, implementation="triton", **more)
-
-        out, pull_back = jax.vjp(attend, operands)
-        return attend(operands), out, *pull_back(cotangent)[0]
+    @jax.jit
+    def by_kernels(cotangent, operands):
+        more = dict(segment_ids=case.segment_ids, block_indices=None if way == "causal" else blocks)
+        attend = partial(attention.native_sparse_attention, config=CONFIG, implementation="triton", **more)
+        return with_gradients(attend, cotangent, operands)
 
     worst = 0.0
     for wrong in runs:
-        changed = {name: x for name, x in wrong.items() if name != "d_out"}
-        operands = drawn._replace(**{k: getattr(drawn, k).at[at].set(x) for k, (at, x) in changed.items()})
-        at, x = wrong.get("d_out", ((0, 0, 0, 0), cotangent[0, 0, 0, 0]))
-        d_out = cotangent.at[at].set(x)
-        expected = run(True, d_out, operands)
+        arrays = {k: np.copy(x) for k, x in (drawn._asdict() | {"d_out": cotangent}).items()}
+        for array, (at, x) in wrong.items():
+            arrays[array][at] = x
+        d_out, operands = arrays.pop("d_out"), Operands(**arrays)
+        expected = oracle_of_whole(name)(d_out, operands, blocks)
         with interpreted(), mock.patch.multiple(selected, **settings):
-            found = run(False, d_out, operands)
+            found = by_kernels(d_out, operands)
         names = ("alone", "out", *Operands._fields)
         assert not all(np.isfinite(x).all() for x in expected)
         for result, ours, theirs in zip(names, found, expected, strict=True):
@@ -279,8 +278,7 @@ def check_one_token() -> float:
 
 
 CHECKS = {  # most of them only with some numbers that are not finite, by the same kernels
-    "case many keys": partial(check_case, "many keys"),
-    "not finite, consecutive": lambda: check_not_finite("consecutive"),
+    "not finite, many keys": lambda: check_not_finite("many keys"),
     "not finite, anywhere": lambda: check_not_finite("anywhere"),
     "whole, not finite": lambda: check_whole_not_finite("consecutive"),
     "whole, not finite, packed": lambda: check_whole_not_finite("packed"),

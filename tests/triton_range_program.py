@@ -5,6 +5,7 @@ Float32 on small odd shapes; every output is poisoned first. Prints the largest 
 
 from triton_interpreter import interpreted  # isort: skip
 
+import functools
 import sys
 import time
 from typing import NamedTuple
@@ -194,10 +195,11 @@ def key_ranges(case: Case, random) -> KeyRanges:
         compression_block_size=8, compression_stride=4, selection_block_size=16, window_size=18
     )
     origin = Index(jnp.asarray(case.origin) if isinstance(case.origin, tuple) else case.origin)
-    placement = place(
-        config, batch=case.batch, num_queries=case.num_queries, num_keys=case.length,
+    placing = functools.partial(
+        place, config, batch=case.batch, num_queries=case.num_queries, num_keys=case.length,
         query_positions=case.runs, first_keys=FirstKeys(cmp=origin, win=origin),
     )  # fmt: skip
+    placement = jax.jit(placing)()
     ranges = window_ranges if case.ranges == "window" else compression_ranges
     return ranges(placement, case.num_keys)
 
@@ -316,10 +318,11 @@ def check_bounds() -> dict[str, float]:
     """Every pair of a query and a key that it sees lies inside the bounds, and full tiles are full."""
     random = np.random.default_rng(2)
     keys, tokens = 8, 4
+    find = jax.jit(query_bounds, static_argnums=(2, 3, 4))
     for kind in ("window", "compressed", "packed", "scattered", "all", "nothing"):
         case = Case(1, 16, 16, kind, batch=2)
         start, end = ranges_of(case, random)
-        bounds = np.asarray(query_bounds(start, end, case.num_keys, keys, tokens))
+        bounds = np.asarray(find(start, end, case.num_keys, keys, tokens))
         start, end = np.asarray(start), np.asarray(end)
         for b in range(case.batch):
             for j, (first, full_first, full_last, last) in enumerate(bounds[b]):
