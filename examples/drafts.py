@@ -81,8 +81,10 @@ def _prompts(tokenizer: Any, options: argparse.Namespace) -> dict[str, np.ndarra
         if len(ids) >= size and len(found) < most:
             found.append(ids[:size])
     if len(found) < most:
-        told = f"{len(found)} of {most} with {size} tokens. Pass more text, or a smaller --context"
-        raise InputError(f"--text must hold enough documents, got {told}.")
+        raise InputError(
+            f"--text must hold enough documents, got {len(found)} of {most} with {size} tokens. Pass more "
+            "text, or a smaller --context."
+        )
     tokens = np.array(found, np.int32)
     again = tokens[:, : size // 8]
     return {"continues": tokens, "repeats": np.concatenate([tokens[:, : size - again.shape[1]], again], 1)}
