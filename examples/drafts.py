@@ -35,6 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         model, tokenizer = load(options.source, dtype=options.dtype)
+        if tokenizer is None:
+            raise InputError(
+                f"MODEL must have a tokenizer, got {options.source!r} with none that is known. Pass the "
+                "folder or repository that its tokenizer.json is in."
+            )
         texts = _prompts(tokenizer, options)
         prepared = prepare(model)
         same = dict(model=pathlib.Path(options.source).name, attention=model.config.attention)
@@ -52,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(model: Any, prompts: np.ndarray, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The figures of each number of drafts, of which 0 comes first."""
+    """The figures of each number of drafts, 0 first, for prompts [B, P]: milliseconds for all new tokens."""
     want = None
     for number in sorted({0, *options.drafts}):
         drafts = LookUp(number, match=options.match) if number else None
@@ -74,11 +79,13 @@ def measure(model: Any, prompts: np.ndarray, options: argparse.Namespace) -> Ite
 
 
 def _prompts(tokenizer: Any, options: argparse.Namespace) -> dict[str, np.ndarray]:
-    """Prompts of both kinds, a document each."""
+    """Prompts of both kinds [B, P], a document each."""
     size, most, found = options.context, max(options.rows), []
     for text in itertools.chain.from_iterable(documents(path, "text") for path in options.text):
+        if len(found) == most:
+            break
         ids = tokenizer.encode(text[: 20 * size]).ids
-        if len(ids) >= size and len(found) < most:
+        if len(ids) >= size:
             found.append(ids[:size])
     if len(found) < most:
         raise InputError(

@@ -52,9 +52,16 @@ def test_rows_compare_drafts_with_none_for_both_kinds_of_text(run):
         assert (plain["times_as_fast"], plain["rows"], plain["model"]) == (1, 2, "small")
 
 
-def test_too_little_text_is_refused(run):
-    code, lines, told = run("--context=50")
+def test_too_little_text_and_no_tokenizer_are_refused(run, tmp_path):
+    short = run("--context=50")
+    (tmp_path / "small" / "tokenizer.json").unlink()
+    unknown = run()
 
-    assert (code, lines) == (2, [])
-    assert told.startswith("examples.drafts: --text must hold enough documents, got 1 of 2 with 50 tokens")
-    assert has_form(told.strip())
+    rules = (
+        "--text must hold enough documents, got 1 of 2 with 50 tokens",
+        "MODEL must have a tokenizer, got ",
+    )
+    for (code, lines, told), rule in zip((short, unknown), rules, strict=True):
+        assert (code, lines) == (2, [])
+        assert told.startswith(f"examples.drafts: {rule}")
+        assert has_form(told.strip())
