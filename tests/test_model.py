@@ -221,6 +221,20 @@ def test_logits_are_float32_at_least(dtype, logits_dtype):
     assert jax.eval_shape(lambda: model.init_cache(1, 8))[0].key_slc.dtype == dtype
 
 
+def test_gradients_of_a_token_that_comes_often_are_added_up_in_float32():
+    token = 3
+    tokens = np.full((1, 512), token)
+
+    def gradient(dtype):
+        model = make_model(dataclasses.replace(DENSE, num_layers=1, tie_embeddings=False, dtype=dtype))
+        return jax.jit(nnx.grad(lambda model: model(tokens).sum()))(model).embed.embedding[token]
+
+    exact = gradient("float32")
+    error = jnp.linalg.norm(gradient("bfloat16") - exact) / jnp.linalg.norm(exact)
+    # Eight roundings on the way through the layer. A sum in bfloat16 stands still after 256 of the tokens.
+    assert error < 8 * jnp.finfo(jnp.bfloat16).eps
+
+
 def test_default_width_of_the_mlp():
     assert abstract_model().layers[0].mlp.up_proj.kernel.shape == (12, 32)
     assert abstract_model(dataclasses.replace(CONFIG, mlp_dim=7)).layers[0].mlp.up_proj.kernel.shape == (

@@ -83,7 +83,7 @@ class Transformer(nnx.Module):
             config.model_dim,
             dtype=config.dtype,
             param_dtype=config.param_dtype,
-            promote_dtype=products.promote_table,
+            promote_dtype=_promote_table,
             embedding_metadata=sharding_metadata(sharding, "vocab", "model"),
             rngs=rngs,
         )
@@ -500,6 +500,7 @@ class Transformer(nnx.Module):
         check_arrays(Transformer.prefill, tokens=tokens, num_tokens=num_tokens)
         check_ids("tokens", tokens, num_tokens, self.vocab_size)
         x = self.embed(tokens, out_sharding=products.of_tokens(tokens, self.embed.embedding[...]))
+        x = x.astype(self.embed.dtype)  # the table is not: see `_promote_table`
         scale = self.config.embedding_scale
         return x if scale is None else x * jnp.asarray(scale, x.dtype)
 
@@ -519,3 +520,12 @@ class Transformer(nnx.Module):
 
     def _output_kernel(self) -> Float[Array, "D vocab"]:
         return self.embed.embedding[...].T if self.config.tie_embeddings else self.lm_head.kernel[...]
+
+
+def _promote_table(arrays: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any:
+    """The `promote_dtype` of the embedding: tokens are looked up in the parameters as they are stored.
+
+    So the gradients of a token that comes often are added up in their dtype. In bfloat16 most of them would be
+    lost, and on a GPU each addition waits for the one before.
+    """
+    return products.promote_table(arrays, inexact=inexact)
