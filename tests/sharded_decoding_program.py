@@ -39,9 +39,6 @@ CONFIG = TransformerConfig(
 )  # fmt: skip
 
 
-DENSE = dataclasses.replace(CONFIG, attention="dense")
-
-
 def make(config: TransformerConfig, sharding: dict[str, str] | None = None) -> Transformer:
     return drawn(lambda: Transformer(config, sharding=sharding, rngs=nnx.Rngs(0)), scale=0.15)
 
@@ -71,16 +68,10 @@ def written_alone() -> Generation:
     return found
 
 
-def check_words(found: jax.Array) -> None:
-    """The words of a dense model behind the first 9 tokens are those that its logits tell."""
-    logits = jax.jit(Transformer.__call__)(make(DENSE), np.concatenate([TOKENS[:, :9], found], axis=1))
-    np.testing.assert_array_equal(found, np.asarray(logits)[:, 8:-1].argmax(-1))
-
-
 def decoding() -> None:
     """On auto axes; on explicit ones with parameters that each device has, without the mesh in context.
 
-    There a dense model is enough: nothing is divided.
+    There a dense model is enough: nothing is divided, and its logits tell whether its words are right.
     """
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
@@ -94,12 +85,15 @@ def decoding() -> None:
     assert len(joined(prepare(model))) == 2  # as `generate` does
     assert not are_whole(split(model)[1])
 
-    copies = make(DENSE)
+    whole = make(dataclasses.replace(CONFIG, attention="dense"))
+    copies = nnx.clone(whole)
     on_all = NamedSharding(jax.make_mesh((2, 4), ("data", "tensor")), PartitionSpec())
     nnx.update(copies, jax.device_put(nnx.state(copies), on_all))
     assert joined(prepare(copies))  # as `generate` does
     assert are_whole(split(copies)[1])
-    check_words(generate(copies, TOKENS[:, :9], max_new_tokens=NEW).tokens)
+    found = generate(copies, TOKENS[:, :9], max_new_tokens=NEW).tokens
+    logits = jax.jit(Transformer.__call__)(whole, np.concatenate([TOKENS[:, :9], found], axis=1))
+    np.testing.assert_array_equal(found, np.asarray(logits)[:, 8:-1].argmax(-1))
     print("decoding: ok")
 
 
@@ -146,11 +140,8 @@ def prepared() -> None:
     assert not any(re.search(MESSAGES, text) for text in programs)
 
     with jax.set_mesh(mesh):  # explicit axes, over which rows of the kernels are divided, too
-        prompts = place(mesh, TOKENS[:, :9])
-        found = generate(prepare(make(DENSE, sharding)), prompts, max_new_tokens=NEW).tokens
-        logits, _ = jax.eval_shape(lambda x: ready.prefill(x, ready.init_cache(BATCH, 16)), prompts)
-    check_words(found)
-    assert logits.sharding.spec[0] == "data"
+        found = written(ready, place(mesh, TOKENS), lengths=place(mesh, LENGTHS))
+    jax.tree.map(np.testing.assert_array_equal, found, written_alone())
 
     with jax.set_mesh(mesh):
         ready = prepare(make(CONFIG, SHARDING | {"kv_heads": None}))
