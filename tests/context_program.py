@@ -1,4 +1,4 @@
-"""Run by test_parallel with eight host devices, in float64: rows on several devices against one device.
+"""Run by test_parallel with sixteen host devices, in float64: rows on several devices against one device.
 
 Prints the name of each check that passed.
 """
@@ -147,18 +147,6 @@ def program(attend):
 _one_device = program(on_one_device)
 
 
-def check_values(rows: Rows) -> None:
-    """Values and selections equal those of one device; check_layer has gradients in contiguous order."""
-    weights, operands, index_arrays = draw_weights(), draw(rows.length), rows.index_arrays()
-    blocks, out, *_ = _one_device(weights, *rows.as_packed(operands))
-    del operands["cotangent"]
-    run = jax.jit(functools.partial(on_many_devices, rows), compiler_options=FAST_TO_COMPILE)
-    found, chosen = run(weights, *jax.tree.map(rows.spread, (operands, index_arrays)))
-
-    np.testing.assert_array_equal(rows.collect(chosen), blocks[:, : rows.length])
-    assert disagreements({"out": rows.collect(found)}, {"out": out["out"][:, : rows.length]}) == {}
-
-
 def check_rows(rows: Rows) -> None:
     """Values, selections and every gradient equal those of one device, and repeat bit for bit."""
     weights, operands, index_arrays = draw_weights(), draw(rows.length), rows.index_arrays()
@@ -225,8 +213,8 @@ def out_and_gradients(layer, per_token, cotangent):
 @functools.cache
 def layer_alone():
     """Arrays of tokens, a cotangent, and output and gradients of the layer on one device."""
-    random, length = np.random.default_rng(0), 48
-    sequences = ((1, 20), (2, 28)), ((5, 33), (0, 2), (1, 13))
+    random, length = np.random.default_rng(0), 45
+    sequences = ((1, 20), (2, 25)), ((5, 33), (0, 2), (1, 10))
     per_token = dict(
         x=random.standard_normal((BATCH, length, 12)),
         segment_ids=Rows(1, length, sequences=sequences).index_arrays()["segment_ids"],
@@ -238,11 +226,12 @@ def layer_alone():
 def check_layer() -> None:
     """A layer with a context axis gives the values and gradients that it gives on one device.
 
-    On auto axes. On explicit ones the losses of train_mesh_program tell whether gradients are right.
+    In contiguous order, on auto axes. On explicit ones the losses of train_mesh_program tell whether
+    gradients are right.
     """
     per_token, cotangent, out, gradients = layer_alone()
-    rows = Rows(2, cotangent.shape[1], "contiguous")
-    mesh = jax.make_mesh((2, 2, 2), ("data", "context", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    rows = Rows(4, cotangent.shape[1], "contiguous")
+    mesh = jax.make_mesh((2, 4, 2), ("data", "context", "tensor"), axis_types=(AxisType.Auto,) * 3)
     with jax.set_mesh(mesh):
         where = NamedSharding(mesh, PartitionSpec("data", "context"))
         arrays = jax.tree.map(lambda x: jax.device_put(rows.spread(x), where), (per_token, cotangent))
@@ -261,15 +250,15 @@ def check_layer() -> None:
 def check_any_placement() -> None:
     """A layer takes operands spread over some axes or none, on axes of any type, also without `jit`.
 
-    Two placements are traced alone: train_mesh_program has values on axes that are all explicit.
+    With `jit` it is traced: check_layer has values on auto axes, train_mesh_program on explicit ones.
     """
     per_token, _, out, _ = layer_alone()
     rows, explicit, auto = Rows(2, out.shape[1], "zigzag"), AxisType.Explicit, AxisType.Auto
     one, two = ("context",), ("data", "context")
     placements = [
         (nnx.eval_shape, one, (explicit,), ()),
-        (lambda call: call, one, (auto,), (None, "context")),
-        (nnx.jit, two, (explicit, auto), ("data",)),
+        (nnx.eval_shape, one, (auto,), (None, "context")),
+        (lambda call: call, two, (explicit, auto), ("data",)),
         (nnx.eval_shape, two, (auto, explicit), ("data", "context")),
     ]
     for run, names, types, spec in placements:
@@ -311,9 +300,6 @@ def attend_packed(layer, per_token):
 # The last one holds the turn of the zigzag, where a device has both chunks.
 SEQUENCES = tuple((*row, (11, LONGEST - sum(tokens for _, tokens in row))) for row in PACKED)
 CHECKS = {
-    "8 devices, odd length, contiguous": functools.partial(
-        check_values, Rows(8, LONGEST - 5, "contiguous", shift=3)
-    ),
     "8 devices, packed": functools.partial(check_rows, Rows(8, LONGEST, sequences=SEQUENCES, shift=-4)),
     "declared order": check_order_is_what_was_declared,
     "layer, any placement": check_any_placement,

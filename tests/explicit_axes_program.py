@@ -219,7 +219,10 @@ def targets() -> None:
 
 
 def layers() -> None:
-    """A layer in packed rows and in steps. Its compressor is a function to the cache; an indexer selects."""
+    """A layer in steps. Its compressor is a function to the cache; an indexer selects.
+
+    Packed rows and steps with given blocks are traced: all that takes a device's own heads is an operation.
+    """
     x, counts = random(ROWS, 15, WIDTH), np.array([9, 4, 0, 7])
     ids = np.array([[1] * 5 + [0] + [2] * 9] * ROWS)
 
@@ -255,19 +258,19 @@ def layers() -> None:
     blocks = np.broadcast_to(np.arange(slots, dtype=np.int32), (ROWS, 3, KV_HEADS, slots))
     with jax.set_mesh(mesh):
         layer, *arrays = on_mesh(plain)
-        packed = call(layer, *arrays)
+        packed = jax.eval_shape(call, layer, *arrays)
         first, held = begin(layer, arrays[0])
-        second, held = every(layer, put(x[:, 9:12], "data"), held, blocks)
+        given, _ = jax.eval_shape(every, layer, arrays[0][:, 9:12], held, blocks)
+        second, held = step(layer, put(x[:, 9:12], "data"), held)
         third, held = step(layer, put(x[:, 12:], "data"), held)
         without_compression, *arrays = on_mesh(make_layer(branches=("slc", "win"), **by_index))
         _, few = jax.eval_shape(begin, without_compression, arrays[0])
         jax.eval_shape(step, without_compression, arrays[0][:, 9:12], few)
-    agree(packed, call(plain, x, ids))
     outputs, later = np.asarray(first), np.concatenate([second, third], axis=1)
     expected = np.asarray(call(plain, rows, real))
     for row, n in enumerate(counts):
         agree(np.concatenate([outputs[row, :n], later[row]]), expected[row, : n + 6])
-    assert [each.sharding.spec for each in (packed, first, third)] == [P("data", None, None)] * 3
+    assert [each.sharding.spec for each in (packed, first, given, third)] == [P("data", None, None)] * 4
 
 
 def model(**changes):
@@ -338,7 +341,6 @@ def losses() -> None:
     for axes, by_tokens, by_columns in (
         (mesh, P("data", "fsdp"), P("fsdp", "tensor")),
         (mesh, P(None, "fsdp"), P(None, ("data", "tensor"))),
-        (mesh, P(), P()),
         (auto, P("data", "fsdp"), P("fsdp", "tensor")),
     ):
         places = P(*by_tokens, *[None] * (2 - len(by_tokens)), None), by_columns, by_tokens, by_tokens
@@ -348,6 +350,8 @@ def losses() -> None:
         agree(found, expected)
         if axes == mesh:
             assert specs(found[:2]) == specs(put_there[:2])
+    of_whole = values_and_gradients.eval_shape(*put((x, kernel, targets, cotangent)))
+    assert {entry for spec in specs(of_whole) for entry in spec} == {None}
 
     tokens, ids = rng.integers(0, 12, (4, 17)), np.array([[1] * 5 + [2] * 9 + [0] * 3] * 4)
 

@@ -25,7 +25,7 @@ from examples.train_lm.run_folder import RunFolder
 from examples.train_lm.settings import Settings
 from nsa_jax.config import NSAConfig
 
-STEPS = 20
+STEPS = 8
 SMALL = NSAConfig(
     compression_block_size=8,
     compression_stride=4,

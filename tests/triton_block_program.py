@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import plain_attention
 from cases import PACKED
+from mosaic_lists import visit_lists_by_loops
 
 from nsa_jax.budget import allowance, distance
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.mosaic_gpu.visits import VisitLists, visit_lists
 from nsa_jax.kernels.triton import repaired, selected
 from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.selected import in_parts, item_table, items
@@ -82,6 +84,7 @@ CASES = {
 
 OF_BOTH_WAYS = ("two_heads_split_blocks", "packed")
 SORTED_IN_OTHER_WAYS = ("two_heads_split_blocks", "packed_anywhere", "nothing")
+VISITS = tuple(dict(tokens=x, warpgroups=2, longest_gap=gap) for x, gap in ((8, 2), (16, 5)))  # of Mosaic
 
 
 @functools.cache
@@ -313,16 +316,39 @@ def check_one_way_has_nothing_to_do(case: Case) -> None:
             assert ((heads == case.batch * case.kv_heads) & (first == end)).all() != few
 
 
+def check_visit_lists(case: Case, sizes: dict[str, int], found: VisitLists, rows: np.ndarray) -> None:
+    """The lists of Mosaic's producer and consumers are those that loops find."""
+    (_, _, _, indices), placed, *_ = inputs(case)
+    expected = visit_lists_by_loops(
+        np.asarray(indices), np.asarray(placed.sequence_start), rows, block=case.block, keys=case.block,
+        **sizes,
+    )  # fmt: skip
+    assert (found.counts == expected.counts).all()
+    for at in np.ndindex(*expected.counts.shape[:3]):
+        fills, *visits = expected.counts[at][[0, 1, 3]]
+        assert (found.fills[at][:fills] == expected.fills[at][:fills]).all()
+        for w, count in enumerate(visits):
+            assert (found.visits[at][w, :count] == expected.visits[at][w, :count]).all()
+
+
 def check_lists(case: Case) -> None:
-    """The lists hold the blocks of the tile's queries, each once and ascending."""
+    """The lists hold the blocks of the tile's queries, each once and ascending; so do Mosaic's."""
     (_, _, _, indices), placed, *_ = inputs(case)
     tokens = 4
+
+    @jax.jit
+    def all_lists():
+        union = functools.partial(union_lists, indices, placed, case.num_keys)
+        visits = [visit_lists(union(tokens=sizes["tokens"]), **sizes) for sizes in VISITS]
+        return union(tokens=tokens), visits
+
     with interpreted():
-        lists = jax.jit(lambda: union_lists(indices, placed, case.num_keys, tokens=tokens))()
-    lists = jax.tree.map(np.asarray, lists)
+        lists, all_visits = jax.tree.map(np.asarray, all_lists())
     position, sequence_start = np.asarray(placed.position), np.asarray(placed.sequence_start)
     rows = np.where(position >= 0, sequence_start + position, -1)
     assert (rows == lists.rows).all()
+    for sizes, visits in zip(VISITS, all_visits, strict=True):
+        check_visit_lists(case, sizes, visits, rows)
     starts = np.asarray(placed.sequence_start)[:, :, None, None] + np.asarray(indices) * case.block
     starts = np.where((np.asarray(indices) >= 0) & (starts <= rows[:, :, None, None]), starts, -1)
     for b, k, tile in np.ndindex(*lists.counts.shape):
@@ -431,7 +457,7 @@ def check_parts(case: Case) -> None:
     starts = np.asarray(placed.sequence_start)[:, :, None, None] + np.asarray(indices) * case.block
     sees = (np.asarray(indices) >= 0) & (starts <= np.asarray(rows)[:, :, None, None])
     sees &= (np.asarray(placed.position) >= 0)[:, :, None, None]
-    padded = max(8, 1 << (case.heads - 1).bit_length())
+    padded, given, sums = max(8, 1 << (case.heads - 1).bit_length()), [], []
     for lanes, queries, first in ((heads, length, (0, 0)), (2, -(-length // 2), (heads - 1, length // 2))):
         parts = np.full((lanes, queries, case.slots, padded, dim), np.nan, np.float32)
         before = random.standard_normal(query.shape).astype(np.float32)
@@ -446,13 +472,19 @@ def check_parts(case: Case) -> None:
             mine = slice(k * case.heads, (k + 1) * case.heads)
             more = 0 if previous is None else np.asarray(previous, np.float64)[b, t, mine]
             expected[b, t, mine] = total + more
-        add = jax.jit(lambda *arrays: add_query_parts(*arrays, indices, placed, previous))
-        with interpreted():
-            found = add(before, parts.reshape(lanes, -1, padded, dim), np.asarray(first, np.int32))
-        np.testing.assert_allclose(found, expected, rtol=0, atol=2 * case.slots * EPS * 4)
+        given.append((before, parts.reshape(lanes, -1, padded, dim), np.asarray(first, np.int32)))
+        sums.append(expected)
     out = random.standard_normal(d_out.shape).astype(np.float32)
+
+    @jax.jit
+    def run(given, out):
+        added = [add_query_parts(*arrays, indices, placed, previous) for arrays in given]
+        return added, row_deltas(Backward(out, d_lse, d_out, d_lse, weight))
+
     with interpreted():
-        products, delta = jax.jit(row_deltas)(Backward(out, d_lse, d_out, d_lse, weight))
+        added, (products, delta) = run(given, out)
+    for found, expected in zip(added, sums, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2 * case.slots * EPS * 4)
     exact = (np.asarray(out, np.float64) * np.asarray(d_out)).sum(-1)
     np.testing.assert_allclose(products, exact, rtol=0, atol=out.shape[-1] * EPS * 8)
     exact = exact * (1 if weight is None else np.asarray(weight)) - np.asarray(d_lse)
