@@ -858,6 +858,18 @@ def traced(run, arguments, **_) -> timing.Compiled:
     return timing.Compiled(lambda: None, (), 0.0, 0, 0)
 
 
+@pytest.fixture
+def models_of_numpy(monkeypatch):
+    """The parameters of a model are not drawn by JAX, which compiles a program for each shape."""
+
+    def made(config, *, rngs, **options):
+        return randomised(abstract(Transformer, config, **options), 0.1)
+
+    for module in (batcher, generate, training):
+        monkeypatch.setattr(module, "Transformer", made)
+
+
+@pytest.mark.usefixtures("models_of_numpy")
 def test_training_writes_a_row_of_each_attention(monkeypatch, tmp_path, capsys):
     """The step with NSA is traced alone."""
     path, compile_step = tmp_path / "rows.jsonl", training.compile_step
@@ -955,6 +967,7 @@ GENERATE = [
 ]
 
 
+@pytest.mark.usefixtures("models_of_numpy")
 def test_generate_writes_what_a_token_takes_beside_its_parts(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
 
@@ -992,6 +1005,7 @@ def test_a_token_of_nsa_reads_no_compressor_and_few_keys(monkeypatch):
     assert read["products"] == 4 * sum(n for name, n in joined.items() if "compressor" not in name)
 
 
+@pytest.mark.usefixtures("models_of_numpy")
 def test_batcher_compares_requests_with_equal_rows(monkeypatch, tmp_path, capsys):
     path, written = tmp_path / "rows.jsonl", set()
 
@@ -1018,6 +1032,7 @@ def test_batcher_compares_requests_with_equal_rows(monkeypatch, tmp_path, capsys
     assert f"| {requests.token_ms:.3f} |" in tables.markdown([requests, rows])
 
 
+@pytest.mark.usefixtures("models_of_numpy")
 def test_generate_refuses_a_time_that_drowns_in_noise(monkeypatch, tmp_path, capsys):
     same = timing.Timing(samples_ms=(3.0, 3.0, 3.0))
     monkeypatch.setattr(timing, "seconds_of", lambda _: 1.0)
