@@ -693,6 +693,11 @@ def test_a_remedy_can_be_followed(what, source, tmp_path, monkeypatch, capsys):
         seen.append("what comes after the model")
         raise command.InputError("")
 
+    def initial(config, options, rngs, names):
+        wanted = parameters(abstract(Transformer, config, **options))
+        return {name: np.zeros(wanted[name].shape) for name in names}
+
+    monkeypatch.setattr(conversion, "_initial", initial)
     monkeypatch.setattr(command.text, "read", read)
     assert run(folder, [file], tmp_path / "run", SIZES, *arguments) == 2
     line = capsys.readouterr().err.strip().splitlines()[-1]
@@ -709,6 +714,13 @@ def test_a_remedy_can_be_followed(what, source, tmp_path, monkeypatch, capsys):
 
 def test_each_layer_may_have_a_kind(source, files, tmp_path, monkeypatch):
     """Such layers are not scanned, and `nnx.remat` refused parameters that do not learn."""
+    right = training._update
+
+    def update(graph, stage, settings, learning, fixed, moments, *rest):
+        right.trace(graph, stage, settings, learning, fixed, moments, *rest)  # to run it would compile it
+        return jax.tree.map(lambda x: x + 1, learning), moments, {"selection": np.float32(1)}
+
+    monkeypatch.setattr(training, "_update", update)
     monkeypatch.setattr(command.Measurements, "measure", lambda *_: None)
     monkeypatch.setattr(command, "write_report", lambda *_: None)
 

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from printed import last_line
+from quick_benchmarks import quick_ceiling, quick_draws  # noqa: F401
 
-from benchmarks import attention, definitions, gate, inputs, layers, roofline, selections, verdict
+from benchmarks import attention, definitions, gate, inputs, layers, selections, verdict
 from benchmarks.inputs import Shape
 from nsa_jax import attention as operations
 from nsa_jax.config import NSAConfig
@@ -24,14 +25,6 @@ SMALL = NSAConfig(
 LENGTH = 300  # longer than the small check, and than the sample of the other one
 SIZES = ["--heads", "2", "--key-dim", "8", "--value-dim", "8", "--budget-s", "0.01"]
 RIGHT, RIGHT_SUM, RIGHT_BLOCKS = operations.window_attention, operations.gated_sum, operations.select_blocks
-
-
-@pytest.fixture(autouse=True)
-def _no_ceiling(monkeypatch):
-    measure = roofline.measure_ceiling
-    monkeypatch.setattr(
-        roofline, "measure_ceiling", lambda dtype: measure(dtype, matmul_size=64, copy_bytes=1 << 16)
-    )
 
 
 def with_gradient(x, wrong):

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from modules import abstract, named, randomised
 from printed import last_line
+from quick_benchmarks import jax_draws, quick_ceiling, quick_draws  # noqa: F401
 
 from benchmarks import (
     attention,
@@ -25,7 +26,6 @@ from benchmarks import (
     layers,
     parallel,
     plot,
-    programs,
     records,
     roofline,
     strategies,
@@ -48,7 +48,6 @@ from nsa_jax import layout
 from nsa_jax.config import NSAConfig
 from nsa_jax.generate import prepare
 from nsa_jax.model import Transformer, TransformerConfig
-from nsa_jax.nn import attention as nn_attention
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SMALL = NSAConfig(
@@ -65,40 +64,6 @@ FIELDS = {
     *("device", "jax", "jaxlib", "triton", "commit"),
 }
 SIZES = ["--heads", "2", "--key-dim", "8", "--value-dim", "8", "--budget-s", "0.01"]
-
-
-@pytest.fixture(autouse=True)
-def _quick_ceiling(monkeypatch):
-    measure = roofline.measure_ceiling
-    monkeypatch.setattr(
-        roofline, "measure_ceiling", lambda dtype: measure(dtype, matmul_size=64, copy_bytes=1 << 16)
-    )
-
-
-@pytest.fixture(autouse=True)
-def _quick_draws(monkeypatch, request):
-    """Random arrays from NumPy: JAX compiles a program for each shape. Tests of the draws take JAX's."""
-    if "jax_draws" in request.fixturenames:
-        return
-    by_jax = jax.random.normal
-
-    def drawn(key, uniform, size, dtype):
-        rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
-        numbers = (rng.random if uniform else rng.standard_normal)(size)
-        return jax.device_put(numbers.astype(jnp.dtype(dtype)))
-
-    def normal(key, shape=(), dtype=jnp.float32, **sharding):
-        if isinstance(key, jax.core.Tracer) or sharding:
-            return by_jax(key, shape, dtype, **sharding)
-        return drawn(key, False, shape, dtype)
-
-    monkeypatch.setattr(inputs, "_drawn", drawn)
-    monkeypatch.setattr(jax.random, "normal", normal)
-
-
-@pytest.fixture
-def jax_draws():
-    """Names what a test takes from JAX instead of `_quick_draws`."""
 
 
 def test_attention_writes_rows_of_one_run(monkeypatch, tmp_path, capsys):
@@ -168,8 +133,9 @@ def test_overlap_by_hand():
     assert measured.mean_union_4 == pytest.approx((5 + 4) / 2)  # {0,1,2,3,4} and {0,4,5,6}
 
 
+@pytest.mark.usefixtures("jax_draws")
 @pytest.mark.parametrize("distribution", inputs.DISTRIBUTIONS)
-def test_drawn_blocks_are_selections(distribution, jax_draws):
+def test_drawn_blocks_are_selections(distribution):
     shape = Shape(length=4100, kv_heads=2, key_dim=8)
 
     draw = inputs.draw_blocks(shape, distribution)
@@ -185,7 +151,8 @@ def test_drawn_blocks_are_selections(distribution, jax_draws):
         assert (blocks == forced[..., None]).any(-1).all()
 
 
-def test_random_blocks_overlap_by_chance_only(jax_draws):
+@pytest.mark.usefixtures("jax_draws")
+def test_random_blocks_overlap_by_chance_only():
     draw = inputs.draw_blocks(Shape(length=8192), "random")
     late = inputs.overlap(draw.block_indices[:, 4096:])
 
@@ -198,7 +165,8 @@ def test_random_blocks_overlap_by_chance_only(jax_draws):
     assert late.adjacent_share == pytest.approx(share, abs=0.01)
 
 
-def test_coherent_queries_give_a_coherent_selection(jax_draws):
+@pytest.mark.usefixtures("jax_draws")
+def test_coherent_queries_give_a_coherent_selection():
     shape = Shape(length=4096, query_heads=2, key_dim=32)
     select = jax.jit(lambda query, key: operations.select_blocks(query, key, config=shape.config))
     choose = functools.partial(select, key=inputs.tensor("key_cmp", shape))
@@ -217,8 +185,9 @@ def test_coherent_queries_give_a_coherent_selection(jax_draws):
     assert trained == pytest.approx(chance + inputs.TRAINED_AGREEMENT * (1 - chance), abs=0.01)
 
 
+@pytest.mark.usefixtures("jax_draws")
 @pytest.mark.parametrize("operation", inputs.OPERATIONS)
-def test_arguments_have_the_shapes_and_dtypes_that_floors_count(operation, jax_draws):
+def test_arguments_have_the_shapes_and_dtypes_that_floors_count(operation):
     shape = Shape(length=150, query_heads=2, key_dim=8, value_dim=8, dtype="bfloat16", config=SMALL)
     draw = inputs.draw_blocks(shape, "random")
 
@@ -889,6 +858,18 @@ def traced(run, arguments, **_) -> timing.Compiled:
     return timing.Compiled(lambda: None, (), 0.0, 0, 0)
 
 
+@pytest.fixture
+def models_of_numpy(monkeypatch):
+    """The parameters of a model are not drawn by JAX, which compiles a program for each shape."""
+
+    def made(config, *, rngs, **options):
+        return randomised(abstract(Transformer, config, **options), 0.1)
+
+    for module in (batcher, generate, training):
+        monkeypatch.setattr(module, "Transformer", made)
+
+
+@pytest.mark.usefixtures("models_of_numpy")
 def test_training_writes_a_row_of_each_attention(monkeypatch, tmp_path, capsys):
     """The step with NSA is traced alone."""
     path, compile_step = tmp_path / "rows.jsonl", training.compile_step
@@ -986,6 +967,7 @@ GENERATE = [
 ]
 
 
+@pytest.mark.usefixtures("models_of_numpy")
 def test_generate_writes_what_a_token_takes_beside_its_parts(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
 
@@ -1023,6 +1005,7 @@ def test_a_token_of_nsa_reads_no_compressor_and_few_keys(monkeypatch):
     assert read["products"] == 4 * sum(n for name, n in joined.items() if "compressor" not in name)
 
 
+@pytest.mark.usefixtures("models_of_numpy")
 def test_batcher_compares_requests_with_equal_rows(monkeypatch, tmp_path, capsys):
     path, written = tmp_path / "rows.jsonl", set()
 
@@ -1049,6 +1032,7 @@ def test_batcher_compares_requests_with_equal_rows(monkeypatch, tmp_path, capsys
     assert f"| {requests.token_ms:.3f} |" in tables.markdown([requests, rows])
 
 
+@pytest.mark.usefixtures("models_of_numpy")
 def test_generate_refuses_a_time_that_drowns_in_noise(monkeypatch, tmp_path, capsys):
     same = timing.Timing(samples_ms=(3.0, 3.0, 3.0))
     monkeypatch.setattr(timing, "seconds_of", lambda _: 1.0)
@@ -1096,11 +1080,20 @@ def test_products_of_a_token_are_those_with_all_weights(attention):
 LAYER = ["--operations", "layer", "--model-dim", "24", *SIZES]
 
 
+@pytest.mark.slow
 def test_layers_write_rows_beside_the_dense_layer(monkeypatch, tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
+    """The gate judges every gradient in the timed batch, and sees one that is missing."""
+    path, judged, check = tmp_path / "rows.jsonl", {}, gate.check_program
     monkeypatch.setattr(gate, "check_small", lambda *_: gate.Verdict(0.5, "out"))
 
-    status = attention.main(["--lengths", "300:fwd", *LAYER, "--output", str(path)], SMALL)
+    def noted(operation, *given):
+        judged[operation] = given
+        return check(operation, *given)
+
+    monkeypatch.setattr(gate, "check_program", noted)
+    command = ["--lengths", "300:fwd_bwd", "--batch", "2", *LAYER]
+
+    status = attention.main([*command, "--output", str(path)], SMALL)
 
     printed, summary = last_line(capsys)
     layer, dense = records.read(path)
@@ -1118,25 +1111,24 @@ def test_layers_write_rows_beside_the_dense_layer(monkeypatch, tmp_path, capsys)
     assert "Whole layers of width 24:" in table
     assert "dense / NSA" in table
 
+    mode, program, *given, shape = judged["layer"]
+    names = "x", *layers.parameters("layer", shape)
 
-def test_gate_of_a_dense_layer_is_green_with_every_gradient():
-    shape = Shape(length=300, query_heads=2, key_dim=8, value_dim=8, model_dim=24, config=SMALL)
+    def forgetful(taken, cotangents):
+        out, gradients = program.call(taken, cotangents)
+        gradients = zip(names, gradients, strict=True)
+        return out, [jnp.zeros_like(x) if "gate." in name else x for name, x in gradients]
 
-    verdict = gate.check_small("dense_layer", "xla", "bwd", shape)
+    verdict = check("layer", mode, dataclasses.replace(program, call=forgetful), *given, shape)
+    assert not verdict.green
+    assert "gate." in verdict.where
 
-    assert 0 < verdict.share <= 1
 
-
-def test_gate_of_a_layer_sees_a_short_window(monkeypatch, tmp_path, capsys):
+def test_a_layer_whose_gate_is_red_has_no_speed_and_the_dense_one_has(monkeypatch, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
-    whole = operations.native_sparse_attention
-
-    def short(*arrays, config, **options):
-        return whole(*arrays, config=dataclasses.replace(config, window_size=23), **options)
-
-    monkeypatch.setattr(nn_attention.attention, "native_sparse_attention", short)
-    check, green = gate.check_small, gate.Verdict(0.5, "out")  # dense attention has no window
-    monkeypatch.setattr(gate, "check_small", lambda *of: check(*of) if of[0] == "layer" else green)
+    monkeypatch.setattr(
+        gate, "check_small", lambda *of: gate.Verdict(1.5 if of[0] == "layer" else 0.5, "out")
+    )
 
     status = attention.main(["--lengths", "300:fwd", *LAYER, "--output", str(path)], SMALL)
 
@@ -1145,31 +1137,6 @@ def test_gate_of_a_layer_sees_a_short_window(monkeypatch, tmp_path, capsys):
     assert "gate layer xla fwd: RED" in printed
     assert summary["red"] == ["layer xla fwd"]
     assert [row.operation for row in records.read(path)] == ["dense_layer"]
-
-
-@pytest.mark.slow
-def test_gate_of_a_layer_sees_a_missing_gradient_in_the_timed_batch():
-    """Of the gates."""
-    sizes = dict(query_heads=2, key_dim=8, value_dim=8, model_dim=24)
-    shape = Shape(batch=2, length=300, config=SMALL, **sizes)
-    draw, operands = layers.draw("layer", "xla", shape), layers.arguments("layer", shape)
-    program = programs.compile_mode(layers.function("layer", "xla", shape), "fwd_bwd", operands)
-    names = "x", *layers.parameters("layer", shape)
-
-    def judge(program):
-        return gate.check_program(
-            "layer", "fwd_bwd", program, gate.sample_positions(300, "layer"), draw, shape
-        )
-
-    def forgetful(taken, cotangents):
-        out, gradients = program.call(taken, cotangents)
-        gradients = zip(names, gradients, strict=True)
-        return out, [jnp.zeros_like(x) if "gate." in name else x for name, x in gradients]
-
-    assert 0 < judge(program).share <= 1
-    verdict = judge(dataclasses.replace(program, call=forgetful))
-    assert not verdict.green
-    assert "gate." in verdict.where
 
 
 def test_floor_of_a_layer_by_hand():
@@ -1214,8 +1181,15 @@ TARGET_OF_BRANCH = (
 )
 
 
-def test_the_selected_branch_takes_turns_with_and_without_probabilities(tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
+def test_the_selected_branch_takes_turns_with_and_without_probabilities(tmp_path, capsys, monkeypatch):
+    """And wrong probabilities have no speed."""
+    path, compiled, compile_for = tmp_path / "rows.jsonl", [], timing.compile_for
+
+    def kept(*given):
+        compiled.append(compile_for(*given))
+        return compiled[-1]
+
+    monkeypatch.setattr(timing, "compile_for", kept)
 
     status = targets.main([*TARGET_OF_BRANCH, "--output", str(path)], SMALL)
 
@@ -1233,15 +1207,14 @@ def test_the_selected_branch_takes_turns_with_and_without_probabilities(tmp_path
     assert summary["added_share"] == {"random 300": round(weighed.added_share, 4)}
     assert f"| **{100 * weighed.added_share:.1f} %** |" in tables.markdown(rows)
 
+    without, right = compiled
 
-def test_wrong_probabilities_of_the_selected_branch_have_no_speed(monkeypatch, capsys):
-    right = operations.native_sparse_attention
+    def wrong(*arguments):
+        (out, probabilities), gradients = right.call(*arguments)
+        return (out, 1.001 * probabilities), gradients
 
-    def wrong(*arrays, return_probabilities=False, **more):
-        found = right(*arrays, return_probabilities=return_probabilities, **more)
-        return (found[0], 1.001 * found[1]) if return_probabilities else found
-
-    monkeypatch.setattr(operations, "native_sparse_attention", wrong)
+    again = iter((without, dataclasses.replace(right, call=wrong)))
+    monkeypatch.setattr(timing, "compile_for", lambda *_: next(again))
 
     status = targets.main(TARGET_OF_BRANCH, SMALL)
 

@@ -141,20 +141,20 @@ def test_without_a_template_the_text_is_continued(model, tokenizer):
 
 
 def test_a_full_conversation_says_so_and_another_begins(model, tokenizer):
-    conversation = Conversation(model, tokenizer, OPEN, max_length=40, system="ab")
+    conversation = Conversation(model, tokenizer, OPEN, max_length=ROOM, system="ab")
     tokens = tokenizer.encode("<s>ab<e>\n<u>cab<e>\n<a>").ids
 
     for _ in range(2):
         found = []
-        with pytest.raises(ConversationError, match=r"got 40 tokens and --max-length=40\. Start") as told:
+        with pytest.raises(ConversationError, match=r"got 64 tokens and --max-length=64\. Start") as told:
             found.extend(conversation.ask("cab"))
         assert has_form(str(told.value))
-        assert "".join(found) == tokenizer.decode(continued(model, tokens, 40))
-    with pytest.raises(ConversationError, match="got 49 tokens and --max-length=40"):
-        next(conversation.ask("b" * 40))
-    with pytest.raises(ConversationError, match="must be shorter than --max-length, got 40 tokens"):
-        next(conversation.ask("b" * 31))
-    next(conversation.ask("b" * 30))  # fits
+        assert "".join(found) == tokenizer.decode(continued(model, tokens, ROOM))
+    with pytest.raises(ConversationError, match="got 73 tokens and --max-length=64"):
+        next(conversation.ask("b" * 64))
+    with pytest.raises(ConversationError, match="must be shorter than --max-length, got 64 tokens"):
+        next(conversation.ask("b" * 55))
+    next(conversation.ask("b" * 54))  # fits
 
 
 def test_a_question_that_is_no_unicode_says_so_and_another_begins(model, tokenizer):
@@ -185,7 +185,7 @@ def test_logits_that_are_not_finite_are_said(model, tokenizer):
     broken = Stub()
     broken.table[...] = jnp.full_like(broken.table[...], jnp.nan)
     with refused(ConversationError, "the logits must be finite"):
-        list(Conversation(broken, tokenizer, OPEN, max_length=40).ask("cab"))
+        list(Conversation(broken, tokenizer, OPEN, max_length=ROOM).ask("cab"))
 
 
 @pytest.fixture(scope="module")

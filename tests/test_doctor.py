@@ -375,7 +375,7 @@ def test_every_implementation_is_checked_where_it_can_run(capability, a_gpu, mon
 def test_the_report_comes_last_whatever_is_raised(module, function, error, left, monkeypatch, examine):
     monkeypatch.setattr(module, function, fails_with(error))
 
-    code, report = examine(only=("gated_sum",))
+    code, report = examine(only=("top_blocks",))
 
     interrupted = isinstance(error, KeyboardInterrupt)
     assert code == (130 if interrupted else 1)
@@ -403,7 +403,7 @@ def test_platforms_that_are_not_there_are_the_users_to_change(told, start, remed
 
 
 def test_json_prints_one_line_and_the_dtypes_that_are_asked_for(examine, capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "checks", functools.partial(checks.checks, only=("gated_sum",)))
+    monkeypatch.setattr(doctor, "checks", functools.partial(checks.checks, only=("top_blocks",)))
 
     assert doctor.main(["--json", "--dtype=float16", "--dtype=bfloat16", "--seed=3"]) == 0
 

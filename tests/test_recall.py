@@ -37,11 +37,13 @@ TINY_RUN = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items(
 
 
 # Compiled as a whole: run step by step, each small operation would be compiled by itself.
-forward, inspect = nnx.jit(Transformer.__call__), nnx.jit(Transformer.inspect)
+forward = nnx.jit(Transformer.__call__)
+gates_of = nnx.jit(lambda model, tokens: [layer.gates for layer in model.inspect(tokens)])
 
 
-def model_of(attention: str) -> Transformer:
-    return randomised(abstract(Transformer, dataclasses.replace(MODEL, attention=attention)), 0.3)
+def model_of(attention: str, num_layers: int = MODEL.num_layers) -> Transformer:
+    config = dataclasses.replace(MODEL, attention=attention, num_layers=num_layers)
+    return randomised(abstract(Transformer, config), 0.3)
 
 
 def batch(size: int = 50, reach: int = 8) -> task.Batch:
@@ -96,10 +98,12 @@ def test_training_validation_and_test_sequences_differ():
     assert all((drawn[i] != drawn[j]).any() for i, j in ((0, 1), (0, 2), (1, 2)))
 
 
-@pytest.mark.parametrize(("attention", "sees_the_front"), [("nsa", True), ("window", False)])
-def test_only_nsa_sees_the_front_from_a_query(attention, sees_the_front):
+@pytest.mark.parametrize(
+    ("attention", "num_layers", "sees_the_front"), [("nsa", 1, True), ("window", 2, False)]
+)
+def test_only_nsa_sees_the_front_from_a_query(attention, num_layers, sees_the_front):
     """Given two sequences that differ in the values of the front alone, then a window model answers alike."""
-    model = model_of(attention)
+    model = model_of(attention, num_layers)
     first = batch(1, reach=task.window_reach(NSA, MODEL.num_layers))
     second = first.tokens.copy()
     second[:, 1:14:2] = 9 + (second[:, 1:14:2] - 9 + 1) % SMALL.num_values
@@ -124,7 +128,7 @@ def test_without_closes_one_gate_of_all_layers(branch):
     model = model_of("nsa")
 
     def gates(model):
-        return [np.asarray(layer.gates) for layer in inspect(model, batch(1).tokens)]
+        return list(map(np.asarray, gates_of(model, batch(1).tokens)))
 
     before = gates(model)
     closed = gates(inspection.without(model, branch))

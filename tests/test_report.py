@@ -724,12 +724,19 @@ def test_the_machine_is_seen_by_a_process_of_its_own(monkeypatch):
     assert seen.device == records.device()
 
 
-# Instead of decode steps: one operation at one short length. What the doctor really says is judged in
-# test_doctor, what decode steps and the ceiling say in test_benchmarks, and what parity says above.
+# Instead of decode steps: one operation at one short length, and a quick look at the ceiling. What the doctor
+# really says is judged in test_doctor, what decode steps and the ceiling say in test_benchmarks, and what
+# parity says above.
+QUICK_CEILING = """
+import functools, sys
+from benchmarks import attention, roofline
+roofline.measure_ceiling = functools.partial(roofline.measure_ceiling, matmul_size=64, copy_bytes=1 << 16)
+sys.exit(attention.main(sys.argv[3:]))
+"""
 SHORT = (
-    "python -m benchmarks.attention --lengths 64:fwd --operations dense_attention --heads 1 --key-dim 8 "
-    "--value-dim 8 --budget-s 0.01 --output $OUT/rows.jsonl",
-    "python -m benchmarks.decode.summary {csv} --output $OUT/steps.png",
+    "python {folder}/quick.py -m benchmarks.attention --lengths 64:fwd --operations dense_attention "
+    "--heads 1 --key-dim 8 --value-dim 8 --budget-s 0.01 --output $OUT/rows.jsonl",
+    "python -m benchmarks.decode.summary {folder}/steps.csv --output $OUT/steps.png",
 )
 
 
@@ -737,8 +744,9 @@ SHORT = (
 def test_a_short_run_of_a_real_step_passes(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="the summary of decode steps needs the extra `bench`")
     monkeypatch.undo()
+    (tmp_path / "quick.py").write_text(QUICK_CEILING)
     (tmp_path / "steps.csv").write_text(f"{','.join(CSV_HEADER)}\n90,2.0,1.0,0.5,0.1,1,1,1,1\n")
-    decode, short = steps.load()["decode"], [x.replace("{csv}", f"{tmp_path}/steps.csv") for x in SHORT]
+    decode, short = steps.load()["decode"], [x.replace("{folder}", str(tmp_path)) for x in SHORT]
     plans = dict.fromkeys(decode.plans, Plan(300.0, 30.0, short))
 
     status, text, report = run(tmp_path, [dataclasses.replace(decode, plans=plans)], "--quick")

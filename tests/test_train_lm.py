@@ -351,25 +351,6 @@ def test_reported_loss_is_that_of_the_checkpointed_model(finished, data):
     assert run_folder.read_rows(finished.result)[0]["held_out_bits_per_byte"] == pytest.approx(bits, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_resumed_run_equals_the_whole_run_bit_for_bit(finished, data, tmp_path):
-    parts = RunFolder(tmp_path / "parts")
-    arguments = ("--data", data, "--output", parts.path)
-    assert run(*arguments, "--stop-at", 3) == 0
-    assert not parts.result.exists()
-    # A run that is killed may have written its curve and not yet the checkpoint.
-    ahead = run_folder.read_rows(parts.curve)
-    run_folder.write_rows(parts.curve, [*ahead, {"step": 4, "seconds": 1.0, "bits_per_byte": 99.0}])
-
-    assert run(*arguments, "--resume") == 0
-
-    for mine, theirs in zip(state(parts), state(finished), strict=True):
-        assert mine.tobytes() == theirs.tobytes()
-    assert losses(parts) == losses(finished)
-    assert run_folder.read_rows(parts.result)[0]["resumed"]
-    assert (parts.path / "sample.txt").read_bytes() == (finished.path / "sample.txt").read_bytes()
-
-
 def interrupt(monkeypatch, step: int, times: int) -> None:
     """Sends SIGINT, so often, while this step is under way; 0 is before the first one."""
     right = training._compile_update
@@ -394,21 +375,29 @@ def interrupt(monkeypatch, step: int, times: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c")
-def test_interrupt_saves_the_step_under_way_and_resume_gives_the_same_bits(
-    finished, data, tmp_path, monkeypatch, capsys
-):
-    folder = RunFolder(tmp_path / "run")
+def test_a_run_in_parts_equals_the_whole_run_bit_for_bit(finished, data, tmp_path, monkeypatch, capsys):
+    """Ctrl-C ends the first part, once the step under way is saved, and `--stop-at` the second one."""
+    parts = RunFolder(tmp_path / "parts")
+    arguments = ("--data", data, "--output", parts.path)
     with monkeypatch.context() as patch:
         interrupt(patch, 2, 1)
-        assert run("--data", data, "--output", folder.path) == 130
-
+        assert run(*arguments) == 130
     told = capsys.readouterr().err.splitlines()
     assert told[-1] == "examples.train_lm: interrupted; step 2 is saved; --resume goes on from there"
-    assert state(folder)[-1] == 2
-    assert run("--data", data, "--output", folder.path, "--resume") == 0
-    for mine, theirs in zip(state(folder), state(finished), strict=True):
+    assert state(parts)[-1] == 2
+    assert run(*arguments, "--resume", "--stop-at", 3) == 0
+    assert not parts.result.exists()
+    # A run that is killed may have written its curve and not yet the checkpoint.
+    ahead = run_folder.read_rows(parts.curve)
+    run_folder.write_rows(parts.curve, [*ahead, {"step": 4, "seconds": 1.0, "bits_per_byte": 99.0}])
+
+    assert run(*arguments, "--resume") == 0
+
+    for mine, theirs in zip(state(parts), state(finished), strict=True):
         assert mine.tobytes() == theirs.tobytes()
-    assert losses(folder) == losses(finished)
+    assert losses(parts) == losses(finished)
+    assert run_folder.read_rows(parts.result)[0]["resumed"]
+    assert (parts.path / "sample.txt").read_bytes() == (finished.path / "sample.txt").read_bytes()
 
 
 @pytest.mark.slow
