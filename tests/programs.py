@@ -51,11 +51,11 @@ def evaluate(
     segment_ids = case.segment_ids
     with jax.enable_x64(jnp.dtype(dtype) == jnp.float64):
         results = _program(module, case, sizes)(
-            jax.tree.map(lambda x: jnp.asarray(x, dtype), operands),
+            jax.tree.map(lambda x: np.asarray(x, jnp.dtype(dtype)), operands),
             jnp.asarray(block_indices, jnp.int32),
             jnp.asarray(case.query_positions),
             None if segment_ids is None else jnp.asarray(segment_ids),
-            jax.tree.map(lambda x: jnp.asarray(x, dtype), cotangents),
+            jax.tree.map(lambda x: np.asarray(x, jnp.dtype(dtype)), cotangents),
         )
     return {name: np.asarray(x) for name, x in results.items()}
 

@@ -43,7 +43,7 @@ def make_layer(param_dtype=jnp.float32, **arguments):
             variable.set_value(jax.random.key(index) if key else jnp.zeros((), jnp.uint32))
             continue
         scale = 0.5 / max(len(shape) - 1, 1)
-        variable.set_value(jnp.asarray(scale * random(*shape, seed=index), param_dtype))
+        variable.set_value(jnp.asarray((scale * random(*shape, seed=index)).astype(jnp.dtype(param_dtype))))
     return nnx.merge(graph, state)
 
 
@@ -84,7 +84,7 @@ def assert_steps_give(full, layer, x):
     step = jax.jit(layer.decode_step)
     full = np.asarray(full)  # NumPy's slices: JAX would compile each
 
-    cache = layer.init_cache(ROWS, LENGTH)
+    cache = jax.jit(lambda: layer.init_cache(ROWS, LENGTH))()
     for num_tokens in ([3, 1, 5, 0], [5, 5, 4, 2]):
         chunk, start = np.zeros((ROWS, 5, WIDTH)), np.asarray(cache.lengths)
         for row, count in enumerate(num_tokens):

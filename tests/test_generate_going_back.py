@@ -65,12 +65,12 @@ def test_layers_attend_as_if_they_had_never_been_further():
         state = extend(rewind_to(state, past), TURN)  # rows are longer now, or shorter, than they were
         state = extend(rewind(state, np.minimum(BACK, 6)), TURN)
 
-        for row, (text, logits) in enumerate(zip(texts_of(state), state.rows.logits, strict=True)):
+        texts, padded = texts_of(state), np.zeros((ROWS, ROOM), np.int32)
+        for row, text in enumerate(texts):
             assert text[-9:] == TURN[row].tolist()
-            padded = np.zeros((1, ROOM), np.int32)
-            padded[0, : len(text)] = text
-            expected = forward(model, padded)[0, len(text) - 1]
-            np.testing.assert_allclose(logits, expected, rtol=1e-9, atol=1e-11)
+            padded[row, : len(text)] = text
+        expected = np.asarray(forward(model, padded))[np.arange(ROWS), [len(text) - 1 for text in texts]]
+        np.testing.assert_allclose(state.rows.logits, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_a_prompt_is_taken_back_by_six_tokens():

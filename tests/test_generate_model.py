@@ -8,6 +8,7 @@ import pytest
 from cache_layer import SMALL
 from flax import nnx
 from modules import abstract, randomised
+from selector_examples import Recent
 
 from nsa_jax.generate import generate, loop
 from nsa_jax.generate.loop import _run
@@ -16,11 +17,11 @@ from nsa_jax.model import Transformer, TransformerConfig
 VOCAB = 17
 CONFIG = TransformerConfig(
     vocab_size=VOCAB, num_layers=1, model_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=16, nsa=SMALL,
-    qkv_bias=True, normalize_qk=True,
+    qkv_bias=True, normalize_qk=True, branches=("slc", "win"), selector=Recent,
 )  # fmt: skip
 NEW = 24
 PROMPTS = np.random.default_rng(0).integers(0, VOCAB, (3, 27))
-LENGTHS = np.array([27, 3, 14])  # 3 is less than a compression block; 27 + 24 tokens are 7 selection blocks
+LENGTHS = np.array([27, 3, 14])  # 27 + 24 tokens are 7 selection blocks
 CAPACITY = 4096  # far more than is used, so that an array of this size stands out in the program
 # No token equals VOCAB, so no row ends early.
 ARGUMENTS = dict(max_new_tokens=NEW, max_length=CAPACITY, eos_id=VOCAB, chunk_size=5, prefill_chunk=10)
@@ -28,7 +29,8 @@ ARGUMENTS = dict(max_new_tokens=NEW, max_length=CAPACITY, eos_id=VOCAB, chunk_si
 
 @pytest.fixture(scope="module")
 def model():
-    """Window layers write in `test_pretrained_nsa`, dense ones in `test_dense_cache`."""
+    """Two branches are quick to compile. All three write in `test_generate_long` and, ragged, in
+    `test_generate_going_back`, window layers in `test_pretrained_nsa`, dense ones in `test_dense_cache`."""
     return randomised(abstract(Transformer, CONFIG), 0.3, seed=4)
 
 

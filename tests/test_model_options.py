@@ -55,7 +55,8 @@ def make_model(**changes):
     for seed, (_, variable) in enumerate(nnx.to_flat_state(state)):
         leaf = variable.get_value()
         numbers = np.random.default_rng(seed).standard_normal(leaf.shape)
-        variable.set_value(jnp.asarray((1 if numbers.ndim == 1 else 0.3) * numbers, leaf.dtype))
+        numbers *= 1 if numbers.ndim == 1 else 0.3
+        variable.set_value(jnp.asarray(numbers.astype(leaf.dtype)))
     nnx.update(model, state)
     nnx.reseed(model, default=0)
     return model
@@ -119,8 +120,11 @@ def test_gates_start_as_told_whatever_the_input_and_learn(branches):
     made = nnx.jit(lambda: nn.NSAAttention(4, 12, **options, rngs=nnx.Rngs(0)).gate)()
     x = np.random.default_rng(0).standard_normal((2, LENGTH, 12)).astype(np.float32)
 
-    gates = made(x)
-    gradient = nnx.grad(lambda gate: (gate(x) * np.arange(len(told))).sum())(made)
+    @nnx.jit
+    def run(gate):
+        return gate(x), nnx.grad(lambda gate: (gate(x) * np.arange(len(told))).sum())(gate)
+
+    gates, gradient = run(made)
 
     np.testing.assert_allclose(gates, np.broadcast_to(told, gates.shape), rtol=1e-6)
     assert np.all(np.asarray(gradient.bias_out[...])[:, 1:] != 0)
@@ -139,7 +143,9 @@ def test_a_layer_may_have_biases_but_for_its_output():
 
 
 def test_inspection_drops_nothing():
-    model = make_model(attention=("dense", "nsa"), dropout_rate=0.5)
+    model = make_model(
+        attention=("dense", "nsa"), dropout_rate=0.5, branches=("slc",), selector=nn.IndexerConfig(dim=4)
+    )
     inspect = nnx.jit(lambda model, ids: model.inspect(ids))
 
     first, again = inspect(model, tokens()), inspect(model, tokens())

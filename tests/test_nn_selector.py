@@ -33,7 +33,7 @@ from nsa_jax.nn import IndexerConfig
 
 LAYERS = {
     "random, slc": dict(selector=Random, branches=("slc",)),
-    "block means, shared, all": dict(selector=BlockMeans, share_keys_values=True),
+    "block means, shared": dict(selector=BlockMeans, share_keys_values=True, branches=("slc", "win")),
     "loudest, slc and win": dict(selector=Loudest, branches=("slc", "win")),
     # Importance without a window is among the layers of test_nn_options.
     "indexer, slc": dict(selector=IndexerConfig(dim=5), branches=("slc",)),
@@ -53,8 +53,8 @@ def layer_of(name):
         return make_layer(jnp.float64, **LAYERS[name])
 
 
-# One without keys, as "random" is, is among the layers of test_nn_shared.
-@pytest.mark.parametrize("name", [name for name in LAYERS if name != "random, slc"])
+# "random", which has no keys, steps in test_nn_shared as Recent; "indexer" in test_generate_session.
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in ("random, slc", "indexer, slc")])
 def test_steps_choose_as_a_whole_row_does(name):
     layer = layer_of(name)
     with jax.enable_x64(True):
@@ -102,7 +102,9 @@ def test_blocks_that_cannot_be_chosen_are_named_and_not_attended():
         assert layer.inspect(x).gates is None
         return layer.inspect(x).block_indices, (layer(x), jnp.concatenate([prompt, step], axis=1))
 
-    def check(block_indices):
+    @jax.jit
+    @checkify.checkify
+    def checked(block_indices):
         at = np.broadcast_to(np.arange(12), (2, 12))
         nsa_jax.debug.check_block_indices(block_indices, config=CONFIG, query_positions=at)
 
@@ -114,7 +116,7 @@ def test_blocks_that_cannot_be_chosen_are_named_and_not_attended():
             return run(layer, x)
 
         chosen, (expected, steps) = of([0, 1, -1])
-        check(chosen)
+        checked(chosen)[0].throw()
         assert_close(steps, expected, ROUNDING)
         for wrong, message in {
             (0, 0, 1): "ascending without repetition",
@@ -124,7 +126,7 @@ def test_blocks_that_cannot_be_chosen_are_named_and_not_attended():
         }.items():
             chosen, found = of(wrong)
             with pytest.raises(checkify.JaxRuntimeError, match=message):
-                check(chosen)
+                checked(chosen)[0].throw()
             for out in found:
                 assert_close(out, expected, ROUNDING, str(wrong))
 
@@ -160,14 +162,15 @@ class Given:
 def test_given_steps_are_those_of_a_whole_row():
     with jax.enable_x64(True):
         layer, x = make_layer(jnp.float64, selector="given", branches=("slc",)), random(ROWS, LENGTH, WIDTH)
-        at = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
-        blocks = Random(WIDTH, 2, CONFIG, rngs=None).choose((), (), at, config=CONFIG)
+        at = np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH))
+        choose = functools.partial(Random(WIDTH, 2, CONFIG, rngs=None).choose, (), (), config=CONFIG)
+        blocks = jax.jit(choose)(at)
         assert_steps_give(call(layer, x, block_indices=blocks), Given(layer, blocks), x)
 
 
 def test_a_step_of_an_indexer_is_exported():
     layer, x = make_layer(**LAYERS["indexer, slc"]), random(2, 8, WIDTH).astype(np.float32)
-    cache = layer.init_cache(2, 12)
+    cache = jax.jit(lambda: layer.init_cache(2, 12))()
     step = jax.jit(layer.decode_step)
     again = jax.export.export(step)(x, cache).call(x, cache)
     jax.tree.map(np.testing.assert_array_equal, again, step(x, cache))
@@ -192,7 +195,7 @@ def test_some_branches_are_the_sum_of_their_operations():
         assert_close(found, expected, ROUNDING)
 
 
-@pytest.mark.parametrize("name", ["random, slc", "block means, shared, all", "indexer, slc"])
+@pytest.mark.parametrize("name", ["random, slc", "block means, shared", "indexer, slc"])
 def test_packed_sequences_are_chosen_as_alone(name):
     layer = layer_of(name)
     with jax.enable_x64(True):
@@ -257,7 +260,7 @@ def test_what_a_selector_keeps_is_written_like_keys():
     layer = layer_of("loudest, slc and win")
     with jax.enable_x64(True):
         x = random(2, 9, WIDTH)
-        cache = layer.init_cache(2, 11)
+        cache = jax.jit(lambda: layer.init_cache(2, 11))()
         prefill = jax.jit(layer.prefill)
         _, cache = prefill(x[:, :8], cache, num_tokens=np.array([5, 2]))
         _, cache = prefill(x[:, :8], cache, num_tokens=np.array([8, 8]))  # no room for 8 more after 5

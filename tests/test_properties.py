@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import BY_NAME, PACKED_ROWS, PLAIN, Operands
-from programs import BRANCHES, cached, disagreements, evaluate, random_cotangents
+from programs import BRANCHES, by_brute_force, cached, disagreements, evaluate, random_cotangents
 
 from nsa_jax import attention
 from nsa_jax.kernels.xla.sizes import Sizes
@@ -47,8 +47,7 @@ def test_future_leaves_past_outputs_and_selections_bitwise_alone(after, change):
     }[change]
     changed = with_other_future(PLAIN, after, change)
     blocks = brute_force.evaluate(PLAIN, changed)["blocks"]
-    found = evaluate("xla", PLAIN, "float32", operands=changed, block_indices=blocks)
-    expected = cached("xla", "plain", "float32")
+    found, expected = evaluate("xla", PLAIN, operands=changed, block_indices=blocks), cached("xla", "plain")
     past = slice(None, after + 1)
 
     for name in PER_QUERY:
@@ -63,16 +62,16 @@ def test_outputs_of_the_past_send_no_gradient_to_the_future():
         name: np.where(past.reshape(1, -1, *[1] * (x.ndim - 2)), x, 0)
         for name, x in random_cotangents(PLAIN).items()
     }
-    found = evaluate("xla", PLAIN, "float32", cotangents=cotangents)
+    found = evaluate("xla", PLAIN, cotangents=cotangents)
     for name, hidden in hidden_rows(PLAIN, after).items():
         assert not found[f"d_{name}"][:, hidden].any(), name
         assert found[f"d_{name}"][:, ~hidden].any(), name
 
 
 def test_runs_repeat_bit_for_bit_forward_and_backward():
-    first = evaluate("xla", PLAIN, "float32")
+    first = evaluate("xla", PLAIN)
     for _ in range(3):
-        again = evaluate("xla", PLAIN, "float32")
+        again = evaluate("xla", PLAIN)
         assert {name: x.tobytes() for name, x in again.items()} == {
             name: x.tobytes() for name, x in first.items()
         }
@@ -103,13 +102,13 @@ def test_branch_that_covers_everything_is_dense_attention(branch):
     """To 1e-5 in float32: selecting all blocks, or a window longer than the sequence."""
     case = BY_NAME["everything_covered"]
     query, key, value = (
-        jnp.asarray(getattr(case.draw(), name), jnp.float32)
+        getattr(case.draw(), name).astype(np.float32)
         for name in ("query", f"key_{branch}", f"value_{branch}")
     )
     if branch == "win":
         sparse = functools.partial(attention.window_attention, config=case.config)
     else:
-        blocks = jnp.asarray(cached("reference", case.name)["blocks"], jnp.int32)
+        blocks = by_brute_force(case.name)["blocks"].astype(np.int32)
         sparse = functools.partial(attention.selected_attention, block_indices=blocks, config=case.config)
 
     def dense(query, key, value):
@@ -118,7 +117,7 @@ def test_branch_that_covers_everything_is_dense_attention(branch):
         with jax.default_matmul_precision("highest"):
             return jax.nn.dot_product_attention(query, key, value, is_causal=True)[..., : case.value_dim]
 
-    cotangent = jnp.asarray(random_cotangents(case)["out"], jnp.float32)
+    cotangent = random_cotangents(case)["out"].astype(np.float32)
 
     def with_gradients(attend):
         out, pull_back = jax.vjp(attend, query, key, value)
