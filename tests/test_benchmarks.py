@@ -1124,6 +1124,14 @@ def test_layers_write_rows_beside_the_dense_layer(monkeypatch, tmp_path, capsys)
     assert "gate." in verdict.where
 
 
+def test_gate_of_a_dense_layer_is_green_with_every_gradient():
+    shape = Shape(length=300, query_heads=2, key_dim=8, value_dim=8, model_dim=24, config=SMALL)
+
+    verdict = gate.check_small("dense_layer", "xla", "bwd", shape)
+
+    assert 0 < verdict.share <= 1
+
+
 def test_a_layer_whose_gate_is_red_has_no_speed_and_the_dense_one_has(monkeypatch, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     monkeypatch.setattr(
