@@ -18,13 +18,12 @@ _make_block_type, _dtypes_equal = tl.block_type.__init__, tl.dtype.__eq__
 _check_others = TritonSemantic.binary_op_type_checking_impl
 _cast_others = TritonSemantic.cast
 _choose, _convert = TritonSemantic.where, TritonSemantic.to_tensor
-_patch_language, _unwrap_others = interpreter._patch_lang, tl.core._unwrap_if_constexpr
+_patch_language = interpreter._patch_lang
 _patched: list = []  # modules
 _np_dtypes: dict = {}
 _block_types: dict = {}  # attributes of a type, by name and shape
 _blocks: dict = {}  # type, shape and size of a tensor, by name and shape
 _seen: set = set()
-_UNWRAPPED = {tl.tensor, int, bool, float, str, type(None)}
 _COMMON = {"int32": np.int32, "int64": np.int64, "fp32": np.float32}  # types of nearly all operands
 
 
@@ -228,11 +227,6 @@ def _to_tensor(self, x, *rules):
     return x if type(x) is tl.tensor else _convert(self, x, *rules)
 
 
-def _unwrap(x):
-    """Nearly all are no constants of the compiler."""
-    return x if type(x) in _UNWRAPPED else _unwrap_others(x)
-
-
 def _patch_attribute(owner, name, member, builder, scope) -> None:
     """Functions of the language get what interprets them, without two wrappers around each."""
     function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
@@ -267,7 +261,6 @@ def install() -> None:
     TritonSemantic.where, TritonSemantic.to_tensor = _where, _to_tensor
     for name in ("arange", "scalar_constant"):  # the same each time; nothing writes into a tensor
         setattr(TritonSemantic, name, functools.cache(getattr(TritonSemantic, name)))
-    tl.core._unwrap_if_constexpr = _unwrap
     interpreter._patch_attr = _patch_attribute
     interpreter.ScanOps.generic_scan = _scan
     # It computes each sum in 64 bits too, for an assertion that it leaves out unless it debugs.

@@ -16,11 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import plain_attention
 from cases import PACKED
-from mosaic_lists import visit_lists_by_loops
 
 from nsa_jax.budget import allowance, distance
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.mosaic_gpu.visits import VisitLists, visit_lists
 from nsa_jax.kernels.triton import repaired, selected
 from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.selected import in_parts, item_table, items
@@ -84,7 +82,6 @@ CASES = {
 
 OF_BOTH_WAYS = ("two_heads_split_blocks", "packed")
 SORTED_IN_OTHER_WAYS = ("two_heads_split_blocks", "packed_anywhere", "nothing")
-VISITS = tuple(dict(tokens=x, warpgroups=2, longest_gap=gap) for x, gap in ((8, 2), (16, 5)))  # of Mosaic
 
 
 @functools.cache
@@ -316,39 +313,16 @@ def check_one_way_has_nothing_to_do(case: Case) -> None:
             assert ((heads == case.batch * case.kv_heads) & (first == end)).all() != few
 
 
-def check_visit_lists(case: Case, sizes: dict[str, int], found: VisitLists, rows: np.ndarray) -> None:
-    """The lists of Mosaic's producer and consumers are those that loops find."""
-    (_, _, _, indices), placed, *_ = inputs(case)
-    expected = visit_lists_by_loops(
-        np.asarray(indices), np.asarray(placed.sequence_start), rows, block=case.block, keys=case.block,
-        **sizes,
-    )  # fmt: skip
-    assert (found.counts == expected.counts).all()
-    for at in np.ndindex(*expected.counts.shape[:3]):
-        fills, *visits = expected.counts[at][[0, 1, 3]]
-        assert (found.fills[at][:fills] == expected.fills[at][:fills]).all()
-        for w, count in enumerate(visits):
-            assert (found.visits[at][w, :count] == expected.visits[at][w, :count]).all()
-
-
 def check_lists(case: Case) -> None:
-    """The lists hold the blocks of the tile's queries, each once and ascending; so do Mosaic's."""
+    """The lists hold the blocks of the tile's queries, each once and ascending."""
     (_, _, _, indices), placed, *_ = inputs(case)
     tokens = 4
-
-    @jax.jit
-    def all_lists():
-        union = functools.partial(union_lists, indices, placed, case.num_keys)
-        visits = [visit_lists(union(tokens=sizes["tokens"]), **sizes) for sizes in VISITS]
-        return union(tokens=tokens), visits
-
     with interpreted():
-        lists, all_visits = jax.tree.map(np.asarray, all_lists())
+        lists = jax.jit(lambda: union_lists(indices, placed, case.num_keys, tokens=tokens))()
+    lists = jax.tree.map(np.asarray, lists)
     position, sequence_start = np.asarray(placed.position), np.asarray(placed.sequence_start)
     rows = np.where(position >= 0, sequence_start + position, -1)
     assert (rows == lists.rows).all()
-    for sizes, visits in zip(VISITS, all_visits, strict=True):
-        check_visit_lists(case, sizes, visits, rows)
     starts = np.asarray(placed.sequence_start)[:, :, None, None] + np.asarray(indices) * case.block
     starts = np.where((np.asarray(indices) >= 0) & (starts <= rows[:, :, None, None]), starts, -1)
     for b, k, tile in np.ndindex(*lists.counts.shape):
