@@ -525,7 +525,7 @@ class Transformer(nnx.Module):
 def _promote_table(arrays: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any:
     """The `promote_dtype` of the embedding: tokens are looked up in the parameters as they are stored.
 
-    So the gradients of a token that comes often are added up in their dtype. In bfloat16 much of them would
-    be lost, and on a GPU each addition waits for the one before.
+    So the gradients of a token that comes often are added up in their dtype. In bfloat16 a part of them
+    would be rounded away, and on a GPU each addition waits for the one before.
     """
     return products.promote_table(arrays, inexact=inexact)
