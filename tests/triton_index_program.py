@@ -28,7 +28,7 @@ from nsa_jax.kernels.triton.selection.index_scores import flat_if_shared
 from nsa_jax.kernels.triton.sizes import IndexSizes, SelectionSizes
 from nsa_jax.layout import Quantised, place
 
-SMALL = IndexSizes(32, 32, 4, 2)
+SMALL = IndexSizes(32, 32, 4, 2, held_heads=4)
 SMALL_CHUNKS = SMALL._replace(buffer_bytes=1, key_tiles=1)
 STREAMED = IndexSizes(16, 16, 4, 2, key_tiles=2, best_columns=4)
 FREE = NSAConfig(

@@ -18,6 +18,7 @@ KIB = 1024
 AMPERE, ADA, HOPPER = 80, 89, 90  # A100; consumer cards, which have less shared memory; Hopper and Blackwell
 ALL, BEFORE_HOPPER = (AMPERE, ADA, HOPPER), (AMPERE, ADA)
 
+HEADS_OF_AN_INDEX = "docs/kernel_log.md, several index heads"
 FEW_HEADS = "docs/kernel_log.md, few heads"  # what chose most rows for up to 4 query heads a KV head
 
 # Shared memory that one program may have.
@@ -533,6 +534,8 @@ class IndexSizes(NamedTuple):
       pairs: (query token, KV head) pairs of a tile, a power of two; fewer where a call has fewer.
       keys: index keys of a tile, a power of two; at least those of a block.
       num_warps, num_stages: of the score kernel.
+      held_heads: most index heads whose queries a program holds while keys stream in; with more, it holds
+        keys.
       key_tiles: most tiles of keys that one program takes, one after the other.
       best_columns, buffer_bytes: as in `SelectionSizes`.
     """
@@ -541,6 +544,7 @@ class IndexSizes(NamedTuple):
     keys: int
     num_warps: int
     num_stages: int
+    held_heads: int = 1
     key_tiles: int = 32
     best_columns: int = 128
     buffer_bytes: int = 256 * KIB * KIB
@@ -548,7 +552,9 @@ class IndexSizes(NamedTuple):
     def shared_bytes(self, shape: Shape) -> int:
         """A tile that is held, the tiles of all stages, and the parts of float32 operands."""
         keys = max(self.keys, shape.block_columns)
-        held, streamed = (self.pairs, keys) if shape.heads == 1 else (keys, self.pairs)
+        held, streamed = keys, self.pairs
+        if shape.heads <= self.held_heads:
+            held, streamed = shape.heads * self.pairs, keys
         parts = self.pairs + keys if shape.float_bytes == 4 else 0
         rows = held + self.num_stages * streamed + parts
         return rows * shape.key_dim * shape.float_bytes + INDEX_CONVERSION_BYTES
@@ -583,7 +589,11 @@ def chosen_gradient_tile(dim: int) -> tuple[int, int]:
 INDEX_CONVERSION_BYTES = 2 * KIB  # beside tiles: block maxima of a tile, as compiled
 _I = IndexSizes
 INDEX = (
-    Row(Bounds((HOPPER,)), _I(128, 128, 8, 2), "compiled"),  # two programs share an SM; of three stages, one
+    Row(Bounds(heads=1), _I(128, 128, 8, 2), "compiled"),  # two programs share an SM; of three stages, one
+    Row(Bounds(heads=4, largest_dim=64), _I(64, 128, 4, 3, held_heads=4), HEADS_OF_AN_INDEX),
+    Row(Bounds(heads=8, largest_dim=32), _I(64, 128, 4, 3, held_heads=8), HEADS_OF_AN_INDEX),
+    Row(Bounds(largest_dim=128), _I(64, 128, 4, 2), HEADS_OF_AN_INDEX),
+    Row(Bounds(), _I(128, 128, 8, 2), HEADS_OF_AN_INDEX),
     Row(Bounds(BEFORE_HOPPER), _I(128, 128, 8, 2), "compiled"),
     Row(Bounds(ALL), _I(64, 64, 8, 2), "compiled"),
     Row(Bounds((HOPPER,), 4, heads=1), _I(64, 64, 8, 2), "compiled"),

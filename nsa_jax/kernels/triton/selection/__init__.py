@@ -258,7 +258,8 @@ def _score_by_index(
         grid=(tiles * key_programs, shape[0] * key_heads), num_warps=sizes.num_warps,
         num_stages=sizes.num_stages, num_keys=keys.shape[1], scale=abs(scale), KEY_HEADS=key_heads,
         HEADS=heads, E0=first, E1=second, PAIRS=pairs, COLUMNS=columns, PADDED=padded, TILES_EACH=each,
-        KEY_PROGRAMS=key_programs, NEGATIVE=scale < 0, PRECISION=precision(query.dtype), TMA=tma, **common,
+        KEY_PROGRAMS=key_programs, HELD=heads <= sizes.held_heads, NEGATIVE=scale < 0,
+        PRECISION=precision(query.dtype), TMA=tma, **common,
     )  # fmt: skip
 
 

@@ -101,7 +101,8 @@ def score_blocks(
         num_stages=sizes.num_stages, num_queries=num_queries, num_keys=keys.shape[1], scale=abs(scale),
         KV_HEADS=num_kv_heads, KEY_HEADS=key_heads, HEADS=heads, E0=first, E1=second, BLOCK=block,
         ROW=num_blocks, PAIRS=pairs, COLUMNS=columns, PADDED=padded, TILES_EACH=each,
-        KEY_PROGRAMS=key_programs, NEGATIVE=scale < 0, PRECISION=precision(query.dtype), TMA=tma,
+        KEY_PROGRAMS=key_programs, HELD=heads <= sizes.held_heads, NEGATIVE=scale < 0,
+        PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
     # Blocks out of sight were not written.
     return jnp.where(_in_sight(placement, num_blocks) & ~jnp.isnan(scores), scores, -jnp.inf), tokens
@@ -225,8 +226,8 @@ def block_scores_kernel(
     num_queries, num_keys, scale,
     KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     BLOCK: tl.constexpr, ROW: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
-    PADDED: tl.constexpr, TILES_EACH: tl.constexpr, KEY_PROGRAMS: tl.constexpr, NEGATIVE: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PADDED: tl.constexpr, TILES_EACH: tl.constexpr, KEY_PROGRAMS: tl.constexpr, HELD: tl.constexpr,
+    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Scores and tokens, see `Found`; those of blocks out of sight are not written."""
     DIM: tl.constexpr = Dim(E0, E1)
@@ -244,8 +245,8 @@ def block_scores_kernel(
     target = (place * KV_HEADS + key_head * SHARED + pair % SHARED) * ROW
     pairs: tl.constexpr = Pairs(tile * PAIRS, exists, current, target, num_queries * SHARED, PAIRS, ROW)
     queries: tl.constexpr = IndexQueries(
-        queries0, queries1, weights, b, key_head, KEY_HEADS=KEY_HEADS, HEADS=HEADS, DIM=DIM,
-        NEGATIVE=NEGATIVE, PRECISION=PRECISION, TMA=TMA,
+        queries0, queries1, weights, b, key_head, KEY_HEADS=KEY_HEADS, HEADS=HEADS, HELD=HELD,
+        DIM=DIM, NEGATIVE=NEGATIVE, PRECISION=PRECISION, TMA=TMA,
     )  # fmt: skip
     keys: tl.constexpr = Keys(keys0, keys1, b, key_head, num_keys, KEY_HEADS, COLUMNS, DIM, TMA)
     column = (b.to(tl.int64) * (ROW * KV_HEADS) + key_head * SHARED + pair % SHARED) * num_queries

@@ -6,10 +6,10 @@ pairs has them all, and needs each tile of keys once; else its pairs are those o
 fastest. With few queries, as in a decode step, groups are short, so that enough programs share the keys of a
 row.
 
-Loop order: key tiles of the group outside, index heads inside. With one head (MSA) the tile of queries is
-held, and tiles of keys stream in, `num_stages` in flight. With several, the keys of a tile are held and the
-queries of each head stream in. Maxima over the tokens of a block are taken in registers, so `PAIRS x BLOCKS`
-floats leave for `PAIRS x COLUMNS` products. Shared memory: a tile of one kind, `num_stages` of the other.
+Loop order: key tiles of the group outside, index heads inside. Where they fit, the queries of all heads are
+held, and tiles of keys stream in, `num_stages` in flight. Else the keys of a tile are held, and the queries
+of each head stream in. Maxima over the tokens of a block are taken in registers, so `PAIRS x BLOCKS`
+floats leave for `PAIRS x COLUMNS` products. Shared memory: what is held, `num_stages` tiles of what streams.
 
 No token is masked. A block with a score of its own ends before the query (later blocks are local, and always
 selected), so all of its tokens are visible, and what is scored beyond is never read. Blocks whose length is
@@ -31,7 +31,7 @@ import triton.language as tl
 from nsa_jax.array_typing import Array
 from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.loading import Keys, load_chosen_keys, load_keys
-from nsa_jax.kernels.triton.pieces import LARGEST_INT, Dim, cast, inner
+from nsa_jax.kernels.triton.pieces import LARGEST_INT, Dim, Pieces, cast, inner
 from nsa_jax.layout import Quantised
 
 
@@ -85,6 +85,7 @@ class IndexQueries(NamedTuple):
       key_head: head of keys.
       KEY_HEADS: I, K or 1.
       HEADS: J.
+      HELD: whether a program holds the queries of all heads, and keys stream in; else it is the other way.
       DIM: `Dim` of a query.
       NEGATIVE: whether the scale is, so that the smallest product is the best.
       PRECISION, TMA: as everywhere.
@@ -97,10 +98,18 @@ class IndexQueries(NamedTuple):
     key_head: tl.tensor
     KEY_HEADS: tl.constexpr
     HEADS: tl.constexpr
+    HELD: tl.constexpr
     DIM: tl.constexpr
     NEGATIVE: tl.constexpr
     PRECISION: tl.constexpr
     TMA: tl.constexpr
+
+
+class IndexHead(NamedTuple):
+    """A tile of queries of one index head, and the weights of the pairs, or None."""
+
+    query: Pieces
+    weight: tl.tensor | None
 
 
 def flat_if_shared(keys: Array | Quantised) -> Any:
@@ -121,36 +130,45 @@ def by_heads(keys: Array | Quantised, dim: int) -> Any:
 
 @triton.jit
 def load_head(queries, pairs, head):
-    """The tile of queries of one index head."""
+    """The tile of one index head."""
     source: tl.constexpr = Keys(
         queries.first, queries.second, queries.b, queries.key_head * queries.HEADS + head, pairs.length,
         queries.KEY_HEADS * queries.HEADS, pairs.PAIRS, queries.DIM, queries.TMA,
     )  # fmt: skip
-    return load_keys(source, pairs.first)
-
-
-@triton.jit
-def part_of_head(queries, pairs, head, q, k):
-    """What one index head gives each token: its product with the query or, with weights, its summand."""
-    part = inner(q, cast(k, q.first.dtype), queries.PRECISION)
-    if queries.NEGATIVE:
-        part = -part
-    if queries.weights is not None:
+    if queries.weights is None:
+        weight = None
+    else:
         pair = queries.b.to(tl.int64) * pairs.length + pairs.first + tl.arange(0, pairs.PAIRS)
         row = pair * queries.KEY_HEADS + queries.key_head
         weight = tl.load(queries.weights + row * queries.HEADS + head, mask=pairs.exists, other=0.0)
-        relu = tl.maximum(part, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        part = weight.to(tl.float32)[:, None] * relu
+        weight = weight.to(tl.float32)
+    return IndexHead(load_keys(source, pairs.first), weight)
+
+
+@triton.jit
+def part_of_head(queries, of_head, k):
+    """What one index head gives each token: its product with the query or, with weights, its summand."""
+    part = inner(of_head.query, cast(k, of_head.query.first.dtype), queries.PRECISION)
+    if queries.NEGATIVE:
+        part = -part
+    if of_head.weight is not None:
+        part = of_head.weight[:, None] * tl.maximum(part, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return part
 
 
 @triton.jit
+def joined(queries, total, part):
+    """What the index heads give so far, with that of one more: the sum or, without weights, the largest."""
+    return tl.maximum(total, part) if queries.weights is None else total + part
+
+
+@triton.jit
 def hold_queries(queries, pairs):
-    """The tile of queries, where there is but one index head; those of several are loaded for each tile."""
-    if queries.HEADS == 1:
-        held = load_head(queries, pairs, 0)
-    else:
-        held = None
+    """The tiles of queries of all index heads, or nothing where they are loaded for each tile of keys."""
+    held = ()
+    if queries.HELD:
+        for head in tl.static_range(queries.HEADS):
+            held = held + (load_head(queries, pairs, head),)
     return held
 
 
@@ -172,14 +190,15 @@ def score_tokens(queries, keys, pairs, held, start, tile, blocks):
         block = tile * (blocks.COLUMNS // blocks.PADDED) + column // blocks.PADDED
         inside = column % blocks.PADDED
         k = load_chosen_keys(keys, start + block * blocks.BLOCK + inside, inside < blocks.BLOCK)
-    if queries.HEADS == 1:
-        total = part_of_head(queries, pairs, 0, held, k)
+    if queries.HELD:
+        total = part_of_head(queries, held[0], k)
+        for head in tl.static_range(1, queries.HEADS):
+            total = joined(queries, total, part_of_head(queries, held[head], k))
     else:
         NOTHING: tl.constexpr = float("-inf") if queries.weights is None else 0.0
         total = tl.full([pairs.PAIRS, blocks.COLUMNS], NOTHING, tl.float32)
         for head in range(queries.HEADS):
-            part = part_of_head(queries, pairs, head, load_head(queries, pairs, head), k)
-            total = tl.maximum(total, part) if queries.weights is None else total + part
+            total = joined(queries, total, part_of_head(queries, load_head(queries, pairs, head), k))
     return total
 
 
@@ -217,7 +236,8 @@ def index_scores_kernel(
     KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     BLOCK: tl.constexpr, SELECTED: tl.constexpr, LOCAL: tl.constexpr, ROW: tl.constexpr,
     PAIRS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, TILES_EACH: tl.constexpr,
-    KEY_PROGRAMS: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    KEY_PROGRAMS: tl.constexpr, HELD: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Scores `[CHUNK_ROWS, K, CHUNK_TOKENS, ROW]` of one chunk, times `scale`, which is not negative.
 
@@ -249,8 +269,8 @@ def index_scores_kernel(
         first_token * SHARED + tile * PAIRS, exists, current, target, num_queries * SHARED, PAIRS, ROW
     )
     queries: tl.constexpr = IndexQueries(
-        queries0, queries1, weights, b, key_head, KEY_HEADS=KEY_HEADS, HEADS=HEADS, DIM=DIM,
-        NEGATIVE=NEGATIVE, PRECISION=PRECISION, TMA=TMA,
+        queries0, queries1, weights, b, key_head, KEY_HEADS=KEY_HEADS, HEADS=HEADS, HELD=HELD,
+        DIM=DIM, NEGATIVE=NEGATIVE, PRECISION=PRECISION, TMA=TMA,
     )  # fmt: skip
     keys: tl.constexpr = Keys(keys0, keys1, b, key_head, num_keys, KEY_HEADS, COLUMNS, DIM, TMA)
     if sequence_start is None:
