@@ -168,7 +168,7 @@ def hold_queries(queries, pairs):
     held = ()
     if queries.HELD:
         for head in tl.static_range(queries.HEADS):
-            held = held + (load_head(queries, pairs, head),)
+            held = held + (load_head(queries, pairs, head),)  # noqa: RUF005 (Triton knows no starred tuple)
     return held
 
 
