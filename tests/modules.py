@@ -32,5 +32,5 @@ def randomised(module: nnx.Module, scale: float = 1.0, *, seed: int = 0) -> Any:
     for _, variable in nnx.to_flat_state(state):
         like: jax.ShapeDtypeStruct = variable.get_value()
         factor = 1 if len(like.shape) == 1 else scale
-        variable.set_value(jnp.asarray(factor * rng.standard_normal(like.shape), like.dtype))
+        variable.set_value(jnp.asarray((factor * rng.standard_normal(like.shape)).astype(like.dtype)))
     return nnx.merge(graph, state)
