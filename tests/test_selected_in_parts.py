@@ -244,7 +244,9 @@ def test_kernels_compile_to_machine_code(heads, dim, monkeypatch):
     query, key = (jax.ShapeDtypeStruct((1, length, n, dim), jnp.bfloat16) for n in (2 * heads, 2))
     blocks = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.int32)
     number = jax.ShapeDtypeStruct((1, length, 2 * heads), jnp.float32)
-    names = {FORWARD, BACKWARD, "nsa_selected_add_output_parts", "nsa_selected_add_query_parts"}
+    names = {FORWARD, BACKWARD}
+    if (heads, dim) != (4, 128):  # of what adds parts, narrower and wider ones
+        names |= {"nsa_selected_add_output_parts", "nsa_selected_add_query_parts"}
     given, known = (query, key, key, blocks, number), test_triton_compile.EVERY - names
     found = {x.name: x for x in triton_kernels.compiled(both, *given, capability=90, but=known)}
 
