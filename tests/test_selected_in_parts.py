@@ -165,25 +165,23 @@ def test_older_gpus_have_no_parts():
     assert launches(*program(), capability=80) == ("tiles", "tiles")
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-def test_only_packed_rows_are_sorted_by_xla(packed):
+def test_only_packed_rows_are_sorted_by_xla():
     """On a GPU its sort is a call of a library, which is in no CUDA graph."""
     _, arrays = program(9, 3, 64, length=8192)
 
-    def both(query, key, value, blocks, segments):
+    def both(query, key, value, blocks, segments=None):
         def attend(query, key, value):
             return nsa_jax.selected_attention(
-                query, key, value, blocks, config=NSAConfig(), implementation="triton",
-                segment_ids=segments if packed else None,
-            )  # fmt: skip
+                query, key, value, blocks, config=NSAConfig(), implementation="triton", segment_ids=segments
+            )
 
         found, pull_back = jax.vjp(attend, query, key, value)
         return pull_back(found)
 
-    segments = jax.ShapeDtypeStruct((1, 8192), jnp.int32)
-    text = triton_compile.compile_for_h100(both, *arrays, segments).as_text()
+    packed = *arrays, jax.ShapeDtypeStruct((1, 8192), jnp.int32)
 
-    assert (" sort(" in text) == packed
+    assert " sort(" not in triton_compile.compile_for_h100(both, *arrays).as_text()
+    assert "= sort[" in triton_compile.traced(both, *packed)
 
 
 def test_vmap_makes_one_choice():
@@ -246,7 +244,9 @@ def test_kernels_compile_to_machine_code(heads, dim, monkeypatch):
     query, key = (jax.ShapeDtypeStruct((1, length, n, dim), jnp.bfloat16) for n in (2 * heads, 2))
     blocks = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.int32)
     number = jax.ShapeDtypeStruct((1, length, 2 * heads), jnp.float32)
-    names = {FORWARD, BACKWARD, "nsa_selected_add_output_parts", "nsa_selected_add_query_parts"}
+    names = {FORWARD, BACKWARD}
+    if (heads, dim) != (4, 128):  # of what adds parts, narrower and wider ones
+        names |= {"nsa_selected_add_output_parts", "nsa_selected_add_query_parts"}
     given, known = (query, key, key, blocks, number), test_triton_compile.EVERY - names
     found = {x.name: x for x in triton_kernels.compiled(both, *given, capability=90, but=known)}
 

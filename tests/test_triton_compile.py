@@ -136,7 +136,7 @@ CASES: dict[tuple[int, str], set[str]] = {
         *(f"nsa_native_recompute_{what}" for what in OF_ALL_AT_ONCE), "nsa_selected_recompute_key_gradients",
         "nsa_importance",
     },
-    (90, "1 head"): (SELECTED | WINDOW) - {"nsa_window_forward"} | {
+    (90, "1 head"): (SELECTED | WINDOW) - {"nsa_window_forward", "nsa_selected_key_gradients"} | {
         "nsa_union_lists",
         "nsa_sorted_pairs",  # here also for parts
     },
@@ -194,7 +194,6 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (90, "1 head"): {
         "nsa_selected_forward": 112,
-        "nsa_selected_key_gradients": 56,
         "nsa_window_query_gradient": 8,
     },
     (90, "float32"): {

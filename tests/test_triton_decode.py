@@ -69,7 +69,6 @@ SHAPES = {
     "eight tokens": Shape(num_new=8),
     "one head": Shape(heads=1, num_new=4),
     "wide float32": Shape(dtype="float32", key_dim=256, value_dim=256),
-    "512k tokens": Shape(batch=1, max_length=2**19),
     "1m tokens": Shape(batch=32, max_length=2**20),
     "one row of 192/192": Shape(batch=1, key_dim=192, value_dim=192),
     "one row of 256/256": Shape(batch=1, key_dim=256, value_dim=256),
@@ -90,7 +89,6 @@ CASES = {
     (90, "main"): CHAIN,
     (90, "eight tokens"): CHAIN,
     (90, "one head"): [SECOND],
-    (90, "512k tokens"): [SECOND],
     (90, "1m tokens"): [SECOND],
     (90, "one row of 192/192"): CHAIN,
     (90, "one row of 256/256"): [SECOND],
@@ -103,8 +101,8 @@ CASES = {
     (100, "eight tokens"): [FIRST],
     (120, "main"): CHAIN,
 }
-# The same with MLPs, which have the same code on other GPUs.
-BY_MLPS = {(90, "main"): BY_MLP[:2], (89, "wide float32"): BY_MLP}
+# The same with MLPs, which have the same code on other GPUs; the second kernel does not know of them.
+BY_MLPS = {(90, "main"): BY_MLP[:2], (89, "wide float32"): BY_MLP[:2]}
 # As in `test_triton_compile`.
 SPILLS: dict[tuple[int, str], dict[str, int]] = {
     (89, "large"): {FIRST: 152, SECOND: 84},
@@ -113,7 +111,7 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     (90, "one head"): {SECOND: 8},
 }
 MLP_SPILLS: dict[tuple[int, str], dict[str, int]] = {
-    (89, "wide float32"): {FIRST: 492, SECOND: 16},
+    (89, "wide float32"): {FIRST: 492},
     (90, "main"): {FIRST: 16},
 }
 

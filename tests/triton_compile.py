@@ -12,6 +12,7 @@ from unittest import mock
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
 DEVICE_KINDS = {
@@ -87,6 +88,16 @@ def without_code_of_kernels():
         yield
 
 
+def empty_kernel(body, *, make=plgpu.kernel, **options):
+    """`plgpu.kernel` of Mosaic, for a kernel of the same arrays that does nothing."""
+
+    def nothing(*_, **__):
+        pass
+
+    nothing.__name__ = body.__name__
+    return make(nothing, **options)
+
+
 def traced(function, *arguments, capability: int = 90) -> str:
     """The traced program with the names of its scopes: it holds the calls of kernels, and compiles none."""
     with device(capability):
@@ -110,10 +121,10 @@ def compile_for_h100(function, *arguments, code_of_kernels: bool = False, **opti
 def compile_on(mesh, function, *arguments, **options):
     """The executable of `function` for all GPUs of `mesh_of_h100s`; options are those of `jax.jit`.
 
-    Triton kernels stand in it without code. The arguments are `jax.ShapeDtypeStruct`s with their shardings.
+    Kernels stand in it without code. The arguments are `jax.ShapeDtypeStruct`s with their shardings.
     """
     # XLA asks for kernels while it compiles, and these for the kind of device.
-    with without_code_of_kernels(), jax.set_mesh(mesh):
+    with without_code_of_kernels(), mock.patch.object(plgpu, "kernel", empty_kernel), jax.set_mesh(mesh):
         return jax.jit(function, **options).lower(*arguments).compile(compiler_options=FAST_TO_COMPILE)
 
 
