@@ -122,7 +122,8 @@ def inputs(case: Case):
         indices[at][: len(some)] = np.sort(some)
     if case.repeated:
         indices[..., 1] = indices[..., 0]
-        indices = np.array(distinct_blocks(jnp.asarray(indices), case.num_keys, config))
+        distinct = jax.jit(lambda blocks: distinct_blocks(blocks, case.num_keys, config))
+        indices = np.array(distinct(indices))
     if case.empty:
         indices[:, 8:24] = -1
 
@@ -258,8 +259,8 @@ def check_nan(case: Case, way: str) -> None:
     run = program(case, way, repair=True)
     touched = (mask & sees[..., None]).any(1).swapaxes(1, 2)  # [B, S, K]
     for where in ("key", "value"):
-        arrays = dict(key=key, value=value)
-        bad, good = (arrays | {where: arrays[where].at[:, at].set(x)} for x in (jnp.nan, 0.0))
+        bad, good = (dict(key=np.array(key), value=np.array(value)) for _ in range(2))
+        bad[where][:, at], good[where][:, at] = np.nan, 0
         found, expected = run(query, **bad), run(query, **good)
         of_query = np.repeat(sees, case.heads, axis=2)
         hits = (of_query,) * 3 + (touched,) * 2 + (sees,)
@@ -468,13 +469,18 @@ def check_parts(case: Case) -> None:
 def check_blocks_named_twice() -> None:
     """Against the rule, and with another block between: more pairs than queries, but slots stay in bounds."""
     config = NSAConfig(selection_block_size=16, compression_block_size=16, compression_stride=16)
-    own = jnp.arange(60, dtype=jnp.int32) // 16
-    indices = jnp.stack([own * 0, own, own * 0], axis=-1)[None, :, None]  # not by `distinct_blocks`
-    placed = place(config, batch=1, num_queries=60, num_keys=60)
-    for item in (64, 20):
-        with interpreted():
-            found = jax.jit(lambda item=item: invert(indices, placed, 60, item=item))()
-        slots = np.asarray(found.items)[:, -1]
+    own = np.arange(60, dtype=np.int32) // 16
+    indices = np.stack([own * 0, own, own * 0], axis=-1)[None, :, None]  # not by `distinct_blocks`
+
+    @jax.jit
+    def both(indices):
+        placed = place(config, batch=1, num_queries=60, num_keys=60)
+        return [invert(indices, placed, 60, item=item) for item in (64, 20)]
+
+    with interpreted():
+        given = jax.tree.map(np.asarray, both(indices))
+    for item, found in zip((64, 20), given, strict=True):
+        slots = found.items[:, -1]
         assert (slots < found.num_partials).all()
         assert (found.slots + found.partials <= found.num_partials).all()
         assert (slots >= 0).any() == (item < 60)
