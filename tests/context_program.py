@@ -118,8 +118,9 @@ def on_one_device(weights, operands, index_arrays):
     first = layout.first_tokens(index_arrays["positions"], CONFIG, ids)
     key_cmp, value_cmp = compress_blocks(Compression(*weights, ROTATION), *windows, first)
     settings = dict(config=CONFIG, segment_ids=ids, query_positions=layout.default_runs(LONGEST, LONGEST))
-    out = attention.native_sparse_attention(key_cmp=key_cmp, value_cmp=value_cmp, **operands, **settings)
-    return out, attention.select_blocks(operands["query"], key_cmp, **settings)
+    blocks = attention.select_blocks(operands["query"], key_cmp, **settings)
+    operands |= dict(key_cmp=key_cmp, value_cmp=value_cmp, block_indices=blocks)
+    return attention.native_sparse_attention(**operands, **settings), blocks
 
 
 def on_many_devices(rows: Rows, weights, operands, index_arrays):

@@ -51,11 +51,11 @@ class Case(NamedTuple):
 
 CASES = {
     "twelve_heads": Case(29, heads=12, kv_heads=2, batch=2, empty=True, processors=3, item=7),
-    "one_head_packed": Case(44, heads=1, kv_heads=2, packed=True, empty=True, item=9),
+    "one_head_packed": Case(36, heads=1, kv_heads=2, packed=True, empty=True, item=9),
     "four_heads_wide_keys": Case(40, 136, heads=4, dims=(192, 128), block=64, empty=True, item=22),
     "parts_of_queries": Case(40, 200, block=64, bare=True, item=11, range=24),
-    "packed_parts": Case(44, heads=12, kv_heads=2, block=64, packed=True, empty=True, item=9, range=44),
-    "blocks_of_128": Case(40, 264, dims=(128, 128), block=128, dtype="float16"),
+    "packed_parts": Case(36, heads=12, kv_heads=2, block=64, packed=True, empty=True, item=9, range=36),
+    "blocks_of_128": Case(20, 264, dims=(128, 128), block=128, dtype="float16"),
 }
 
 

@@ -102,8 +102,9 @@ def prepared() -> None:
     side_by_side, programs = joining._side_by_side, []
 
     def recorded(*arrays, **options):
-        programs.append(side_by_side.lower(*arrays, **options).compile().as_text())
-        return side_by_side(*arrays, **options)
+        compiled = side_by_side.lower(*arrays, **options).compile()
+        programs.append(compiled.as_text())
+        return compiled(*arrays)
 
     whole = make(CONFIG)
     for kind, sharding in (

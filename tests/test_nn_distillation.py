@@ -53,8 +53,8 @@ def at_slots(scores, blocks):
     return jnp.where(blocks < 0, -jnp.inf, jnp.take_along_axis(scores, jnp.maximum(blocks, 0), axis=3))
 
 
-def expected_loss(layer, x, target, segment_ids):
-    """The mean over all queries at once, by the operations on whole rows."""
+def expected_losses(layer, x, targets, segment_ids):
+    """For each target the mean over all queries at once, by the operations on whole rows."""
     operands, blocks = (
         layer.operands(x, segment_ids=segment_ids),
         layer.inspect(x, segment_ids=segment_ids)[0],
@@ -70,14 +70,18 @@ def expected_loss(layer, x, target, segment_ids):
         (query, weights), key = layer.selector.project(x, operands.query, operands.key_slc, positions)
         scores = nsa_jax.block_scores(query, key, weights=weights, **where)
     scores = without_fixed(scores, segment_ids)
-    to = operands.query, operands.key_slc
-    if target == "dense":
-        share = nsa_jax.block_probabilities(*to, scale=layer.scale, **where)
-    else:
-        share = nsa_jax.selected_probabilities(*to, blocks, scale=layer.scale, **where)
-        scores = at_slots(scores, blocks)
     real = np.ones(x.shape[:2], bool) if segment_ids is None else np.asarray(segment_ids) != 0
-    return nsa_jax.selection_loss(scores, share)[real].mean()
+
+    def mean(target):
+        to = operands.query, operands.key_slc
+        if target == "dense":
+            pair = scores, nsa_jax.block_probabilities(*to, scale=layer.scale, **where)
+        else:
+            share = nsa_jax.selected_probabilities(*to, blocks, scale=layer.scale, **where)
+            pair = at_slots(scores, blocks), share
+        return nsa_jax.selection_loss(*pair)[real].mean()
+
+    return [mean(target) for target in targets]
 
 
 def small_chunks():
@@ -87,22 +91,19 @@ def small_chunks():
 
 @pytest.mark.parametrize("name", ["importance", "indexer"])
 def test_loss_is_the_mean_of_all_queries(name):
-    """For every target, in one program, as the layer's forward is the same.
+    """In chunks, without gradients; for every target in one program, as the layer's forward is the same.
 
     24 tokens have as many compressed keys as 25, and these one block more: importance must not count it.
     """
 
     @nnx.jit
     def run(layer, x):
-        found = [
-            (expected_loss(layer, x, target, None), *layer(x, distil=target))
-            for target in distillation.TARGETS
-        ]
-        return layer(x), found
+        expected = expected_losses(layer, x, distillation.TARGETS, None)
+        return layer(x), expected, [layer(x, distil=target) for target in distillation.TARGETS]
 
-    with jax.enable_x64(True):
-        alone, found = run(layer_of(name), random(2, 24, WIDTH))
-        for expected, out, loss in found:
+    with jax.enable_x64(True), small_chunks():
+        alone, each, found = run(layer_of(name), random(2, 24, WIDTH))
+        for expected, (out, loss) in zip(each, found, strict=True):
             assert_close(out, alone, ROUNDING)
             assert_close(loss, expected, ROUNDING)
             assert expected > 1e-3
@@ -143,10 +144,11 @@ def test_a_remat_policy_keeps_the_gradients_of_the_loss(remat, scan, times, monk
     ids=["importance", "weighted indexer"],
 )
 def test_chunks_add_up_and_teach_the_selector_alone(name, target, learns, segment_ids):
-    """Losses without and with gradients, a dense one under remat, against those of all queries at once."""
+    """Losses with gradients, a dense one under remat, against those of all queries at once."""
 
     def expected_of(layer, x):
-        return expected_loss(layer, x, target, segment_ids)
+        (expected,) = expected_losses(layer, x, [target], segment_ids)
+        return expected
 
     def loss_of(layer, x):
         return layer(x, distil=target, segment_ids=segment_ids)[1]
@@ -155,14 +157,11 @@ def test_chunks_add_up_and_teach_the_selector_alone(name, target, learns, segmen
     def run(layer, x):
         again = nnx.remat(loss_of) if target == "dense" else loss_of
         of_loss = nnx.value_and_grad(again, argnums=(0, 1))(layer, x)
-        return nnx.value_and_grad(expected_of)(layer, x), of_loss, loss_of(layer, x)
+        return nnx.value_and_grad(expected_of)(layer, x), of_loss
 
     with jax.enable_x64(True), small_chunks():
-        (expected, right), (loss, (gradient, of_input)), without_gradient = run(
-            layer_of(name), random(2, LENGTH, WIDTH)
-        )
+        (expected, right), (loss, (gradient, of_input)) = run(layer_of(name), random(2, LENGTH, WIDTH))
     assert_close(loss, expected, ROUNDING)
-    assert_close(without_gradient, expected, ROUNDING)
     assert expected > 1e-3
     for wanted, got in zip(*map(jax.tree.leaves, (right[learns], gradient[learns])), strict=True):
         assert_close(got, wanted, ROUNDING)

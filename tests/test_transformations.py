@@ -16,6 +16,8 @@ from cases import Case
 from nsa_jax import attention, reference
 from nsa_jax.budget import distance
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels import xla
+from nsa_jax.kernels.xla.sizes import Sizes
 
 CONFIG = NSAConfig(
     compression_block_size=4,
@@ -125,28 +127,31 @@ def test_export_for_any_number_of_rows(operands, cotangent):
     agree(restored.call(*two_rows), [x[1:] for x in expected])
 
 
-@pytest.mark.parametrize("num_selected_blocks", [4, 3], ids=["at_once", "by_branch"])
-def test_hessian_vector_products_are_those_of_the_reference(num_selected_blocks):
-    """By `jvp` of a gradient, as in the documentation; in float64, with the operation's own selection."""
-    config = dataclasses.replace(CONFIG, num_selected_blocks=num_selected_blocks, selection_block_size=4)
-    num_keys = 22 if num_selected_blocks == 4 else 26  # 26: more than twice the 3 selected blocks
-    case = dataclasses.replace(CASE, config=config, num_keys=num_keys)
-    rng = case.generator("hessian")
-    tangents = [rng.standard_normal(x.shape) for x in case.draw()]
-    weights = rng.standard_normal((*case.draw().query.shape[:3], case.value_dim))
+@functools.cache
+def product_by(module):
+    """A product of the Hessian by `jvp` of a gradient, as in the documentation; in float64."""
+    rng = CASE.generator("hessian")
+    tangents = tuple(rng.standard_normal(x.shape) for x in CASE.draw())
+    weights = rng.standard_normal((*CASE.draw().query.shape[:3], CASE.value_dim))
 
-    def product(module, operands, tangents):
+    def product(operands, tangents):
         def objective(operands):
-            return (module.native_sparse_attention(*operands, config=config) * weights).sum()
+            return (module.native_sparse_attention(*operands, config=CONFIG) * weights).sum()
 
         return jax.jvp(jax.grad(objective), (operands,), (tangents,))[1]
 
     with jax.enable_x64(True):
-        found, expected = (
-            jax.jit(functools.partial(product, module))(tuple(case.draw()), tuple(tangents))
-            for module in (attention, reference)
-        )
-    for ours, theirs in zip(found, expected, strict=True):
+        return jax.jit(product)(tuple(CASE.draw()), tangents)
+
+
+@pytest.mark.parametrize("sizes", [Sizes(), Sizes(dense_blocks=0)], ids=["at_once", "by_branch"])
+def test_hessian_vector_products_are_those_of_the_reference(sizes, monkeypatch):
+    """With the operation's own selection."""
+    right = xla.native_sparse_attention
+    monkeypatch.setattr(xla, "native_sparse_attention", functools.partial(right, sizes=sizes))
+
+    found = product_by.__wrapped__(attention)
+    for ours, theirs in zip(found, product_by(reference), strict=True):
         assert np.abs(theirs).max() > 0.1
         assert distance(np.asarray(ours), np.asarray(theirs)) < 1e-12 * max(1, np.abs(theirs).max())
 

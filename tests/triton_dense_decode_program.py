@@ -77,7 +77,7 @@ def draw(case: Case, seed: int = 0):
     shapes = dict(key=held.key.shape[1:], value=held.value.shape[1:])
     filled = {name: np.where(there, normal(*shape), np.float32(np.nan)) for name, shape in shapes.items()}
     if case.kept == "int8":
-        filled = fields({name: quantised(x, jnp.int8) for name, x in filled.items()})
+        filled = fields(jax.jit(lambda: {name: quantised(x, jnp.int8) for name, x in filled.items()})())
     held = held._replace(**filled, lengths=lengths)
     dims = ((case.num_heads, case.key_dim), (heads, case.key_dim), (heads, case.value_dim))
     return jax.device_put((held, *(normal(case.num_new, *dim) for dim in dims)))
@@ -148,14 +148,12 @@ def check_not_a_number() -> float:
     case = Case((40, 63, 30), 4, window_size=23)
     clean = draw(case)
     rows = np.asarray(by_kernels(case, clean).out)
-    held, query, key, value = clean
+    held, query, key, value = jax.tree.map(np.array, clean)
     slot = (63 - 22 + 1) % held.key.shape[1]  # of row 1, seen by its tokens 0 and 1 only
-    spoilt = held._replace(
-        key=held.key.at[0].set(jnp.nan),
-        value=held.value.at[1, slot, 0].set(jnp.inf).at[1, (63 - 23) % held.key.shape[1]].set(jnp.nan),
-    )
-    value = value.at[1, 2, 1].set(jnp.nan)  # the second KV head of row 1, from token 2 on
-    out = np.asarray(by_kernels(case, (spoilt, query.at[0, 1].set(jnp.nan), key, value)).out)
+    held.key[0] = query[0, 1] = np.nan
+    held.value[1, slot, 0], held.value[1, (63 - 23) % held.key.shape[1]] = np.inf, np.nan
+    value[1, 2, 1] = np.nan  # the second KV head of row 1, from token 2 on
+    out = np.asarray(by_kernels(case, (held, query, key, value)).out)
     assert np.isnan(out[0]).all()
     assert not np.isfinite(out[1, :2, :4]).any()
     np.testing.assert_array_equal(out[1, 2:, :4], rows[1, 2:, :4])
@@ -169,10 +167,13 @@ def check_public() -> float:
     """`nsa_jax.cache.dense_decode_step` runs these kernels, under `vmap` as one larger batch."""
     case = Case((107, 63), 2, sizes=())
     operands = draw(case)
+    more = jax.tree.map(lambda x: np.stack([x, x[::-1]]), operands)
+
+    def step(*operands):
+        return cache.dense_decode_step(*operands, implementation="triton")
+
     with interpreted():
-        found = cache.dense_decode_step(*operands, implementation="triton")
-        more = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), operands)
-        mapped = jax.vmap(lambda *x: cache.dense_decode_step(*x, implementation="triton"))(*more)
+        found, mapped = step(*operands), jax.jit(jax.vmap(step))(*more)
     for got, both, want in zip(
         *map(jax.tree.leaves, (found, mapped, by_kernels(case, operands))), strict=True
     ):

@@ -102,14 +102,14 @@ def check_not_finite(name: str) -> float:
 def check_a_key_that_is_not_a_number() -> float:
     """Each branch alone has the oracle's pattern: in the sum, one branch's NaN hides what another lacks."""
     case = CASES["consecutive"]
-    operands = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), case.draw())
-    own = jnp.arange(case.num_keys)[None, :, None, None] // CONFIG.selection_block_size
-    blocks = jnp.concatenate([own, jnp.where(own > 0, 0, -1), jnp.full_like(own, -1)], axis=-1)
-    nan = jnp.nan
+    operands = jax.tree.map(np.float32, case.draw())
+    own = np.arange(case.num_keys, dtype=np.int32)[None, :, None, None] // CONFIG.selection_block_size
+    blocks = np.concatenate([own, np.where(own > 0, 0, -1), np.full_like(own, -1)], axis=-1)
+    operands.key_cmp[0, 4, 0, 1] = operands.key_win[0, 21, 0, 1] = operands.key_slc[0, 21, 0, 1] = np.nan
     branches = {
-        "compressed_attention": (operands.key_cmp.at[0, 4, 0, 1].set(nan), operands.value_cmp, ()),
-        "window_attention": (operands.key_win.at[0, 21, 0, 1].set(nan), operands.value_win, ()),
-        "selected_attention": (operands.key_slc.at[0, 21, 0, 1].set(nan), operands.value_slc, (blocks,)),
+        "compressed_attention": (operands.key_cmp, operands.value_cmp, ()),
+        "window_attention": (operands.key_win, operands.value_win, ()),
+        "selected_attention": (operands.key_slc, operands.value_slc, (blocks,)),
     }
 
     def with_gradients(module, **settings):
@@ -161,8 +161,10 @@ def check_whole(case: Case, slots: int) -> float:
 
         def run(cotangent, *operands):
             out, pull_back = jax.vjp(attend, *operands)
-            probabilities = jax.vjp(with_probabilities, *operands)[0][1]  # of the forward that gradients have
             gradients, both = pull_back(cotangent), with_probabilities(*operands)
+            if implementation == "xla":
+                return out, out, *gradients, *both, both[1]
+            probabilities = jax.vjp(with_probabilities, *operands)[0][1]  # of the forward that gradients have
             return attend(*operands), out, *gradients, *both, probabilities
 
         return run
@@ -267,12 +269,12 @@ def check_one_token() -> float:
     worst = 0.0
     for name, item in (("consecutive", 4), ("many keys", 1024)):
         case = CASES[name]
-        drawn = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), case.draw())
+        drawn = jax.tree.map(np.float32, case.draw())
         operands = drawn.query, drawn.key_slc, drawn.value_slc
-        blocks = jnp.asarray(brute_force.evaluate(case, case.draw())["blocks"], jnp.int32)
-        blocks = jnp.where(blocks == 1, -1, blocks).at[:, ::7].set(-1)
+        blocks = np.int32(brute_force.evaluate(case, case.draw())["blocks"])
+        blocks[blocks == 1] = blocks[:, ::7] = -1
         drawn = random_cotangents(case)
-        cotangents = tuple(jnp.asarray(drawn[x], jnp.float32) for x in ("out_slc", "lse_slc"))
+        cotangents = tuple(np.float32(drawn[x]) for x in ("out_slc", "lse_slc"))
         given = operands, blocks, cotangents
         expected = jax.jit(partial(with_gradients, reference.selected_attention))(*given)
         ours = partial(one_token.selected_attention, settings=one_token.Settings(item=item))

@@ -193,7 +193,7 @@ def check_runs_joined() -> float:
 def check_vmap() -> float:
     """The mapped axis becomes part of the batch."""
     case, sizes = CASES["consecutive"]
-    query, key = (jnp.asarray(x, jnp.float32) for x in rounded(case))
+    query, key = (np.float32(x) for x in rounded(case))
 
     def one(query, key):
         return attention.block_probabilities(
@@ -201,7 +201,7 @@ def check_vmap() -> float:
         )[0]
 
     with interpreted(), mock.patch.object(probabilities, "choose_sizes", return_value=sizes):
-        found = np.asarray(jax.vmap(one)(query, key))
+        found = np.asarray(jax.jit(jax.vmap(one))(query, key))
     return close(found, targets_by_loops.block_probabilities(case, *rounded(case)))
 
 
