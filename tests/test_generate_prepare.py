@@ -13,6 +13,7 @@ import pytest
 from cache_layer import SMALL
 from flax import nnx
 from modules import abstract, randomised
+from selector_examples import Recent
 
 from nsa_jax.generate import Batcher, generate, loop, prepare, start
 from nsa_jax.generate import prepared as prepared_models
@@ -205,7 +206,7 @@ class Negated(nnx.Module):
 
 def test_changed_modules_stay_as_they_are():
     """Beside ours in one layer, and what two layers share."""
-    model = made(num_layers=6, attention=("dense", "dense", "nsa", "nsa", "dense", "dense"), **TWO)
+    model = made(num_layers=6, attention=("dense", "dense", "nsa", "nsa", "dense", "dense"), **TWO | dict(selector=Recent))
     first, second, third, fourth, fifth, _ = model.layers
     first.attention.value_proj = Negated(first.attention.value_proj)
     first.mlp.down_proj = Negated(first.mlp.down_proj)
