@@ -353,7 +353,7 @@ def test_each_step_draws_anew():
 
 
 def test_top_k_of_one_is_greedy(model):
-    options = dict(temperature=5.0, eos_id=PAD)  # with one that never comes, it is a program of the tests above
+    options = dict(temperature=5.0, eos_id=PAD)  # which never comes: this is a program of a test above
     assert rows_of(run(model, **options, top_k=1, top_p=1)) == greedy(model, 10)
     assert rows_of(run(model, **options, top_k=VOCAB, top_p=1e-6)) == greedy(model, 10)
 
