@@ -11,6 +11,8 @@ from test_generate_sampling import brute_force
 from nsa_jax.generate import Ended, advance, extend, gather, generate, sample, session, start
 
 ROOM, PAD, KEY, HOT = 64, 99, 3, dict(temperature=2.0)
+# Ends that never come: as many as in the tests, up to four of up to four tokens, so all share a program.
+NEVER = dict(stop=[[96] * 4, [97], [98]], eos_id=[96, 97, 98])
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +167,7 @@ def test_rows_end_at_stop_sequences(model, steps):
     assert {why for _, why in expected} == {Ended.STOP, Ended.NO}
     assert len(expected[0][0]) > 1
 
-    rows, state = told(begun(model, stop=stop, **HOT), *steps)
+    rows, state = told(begun(model, **HOT | NEVER | dict(stop=stop)), *steps)
 
     assert list(zip(rows, state.ended.tolist(), strict=True)) == expected
 
@@ -174,11 +176,11 @@ def test_a_stop_sequence_begins_anew_in_a_turn(model):
     """Its head from before the turn does not count; nor do the tokens of the turn."""
     free = naive(model, 4, **HOT)
     turn = np.array([[3], [8], [2]])
-    after, _ = told(extend(told(begun(model, **HOT), 4)[1], turn), 4)
+    after, _ = told(extend(told(begun(model, **HOT, **NEVER), 4)[1], turn), 4)
     stop = [[free[0][3], after[0][0]], [3, after[0][0]], after[0][:3]]
     assert ends_of(free, stop) == [(row, Ended.NO) for row in free]
 
-    rows, state = told(extend(told(begun(model, stop=stop, **HOT), 4)[1], turn), 4)
+    rows, state = told(extend(told(begun(model, **HOT | NEVER | dict(stop=stop)), 4)[1], turn), 4)
 
     assert list(zip(rows, state.ended.tolist(), strict=True)) == ends_of(after, stop)
     assert len(rows[0]) == 3
@@ -189,7 +191,8 @@ def test_any_of_several_end_tokens_ends_a_row(model):
     eos = [free[0][5], free[1][2], VOCAB + 1]
     expected = ends_of(free, eos=eos)
 
-    rows, state = told(begun(model, eos_id=eos, stop=[eos[:1]], **HOT), 3, 7)
+    stop = [eos[:1], *NEVER["stop"]]
+    rows, state = told(begun(model, eos_id=eos, stop=stop, **HOT), 3, 7)
     text = generate(model, PROMPTS, lengths=LENGTHS, max_new_tokens=10, eos_id=eos, key=KEY, **HOT)
 
     assert list(zip(rows, state.ended.tolist(), strict=True)) == expected
@@ -255,12 +258,12 @@ def test_values_of_options_share_programs(model):
     `_cache_size` would count arrays of NumPy and of JAX apart, though they share a program, too.
     """
     told(begun(model, **NOTHING), 3)
-    told(begun(model, stop=[[1, 2, 3], [4], [5, 6]], eos_id=[3, 4], **HOT), 3)
+    told(begun(model, stop=[[1, 2, 3], [4], [5, 6]], eos_id=[3, 4, 7], **HOT), 3)
     programs = session._advance._cache_size()
 
     other = NOTHING | dict(temperature=np.array([0.5, 0.0, 3.0]), min_p=np.array([0.9, 0.0, 0.2]))
     told(begun(model, **other), 3)
-    told(begun(model, stop=[[5, 6, 7, 8], [1, 2], [3], [9]], eos_id=[1, 2], temperature=0.5), 3)
+    told(begun(model, stop=[[5, 6, 7, 8], [1, 2], [3], [9]], eos_id=[1, 2, 5], temperature=0.5), 3)
 
     assert session._advance._cache_size() == programs
 

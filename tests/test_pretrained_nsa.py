@@ -457,7 +457,7 @@ def test_what_matters_to_nsa_alone_does_not_matter_here(tmp_path):
     again, _ = load(tmp_path / "model", implementation="xla")
 
     assert (again.config.attention, again.config.rope_base) == ("dense", 100.0)
-    np.testing.assert_array_equal(run(again), run(dense_model(rope_base=100.0)))
+    np.testing.assert_array_equal(run(again), run(dense_model(rope_base=100.0, head_dim=4)))
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_no_model(tmp_path, monkeypatch):

@@ -145,7 +145,7 @@ WINDOW = ("query", "key_win", "value_win")
     ("operation", "row", "run_first", "first"),
     [
         ("window_attention", "packed", [50, 37], [-3, 25]),
-        ("native_sparse_attention", "plain", 37, -4),
+        ("window_attention", "plain", 37, -4),
         ("native_sparse_attention", "packed", [50, 37], [-3, 25]),
     ],
 )
@@ -178,7 +178,7 @@ def test_window_keys_that_begin_anywhere_are_those_of_the_row(operation, row, ru
     ("operation", "row"),
     [
         ("window_attention", "packed"),
-        ("native_sparse_attention", "plain"),
+        ("window_attention", "plain"),
         ("native_sparse_attention", "packed"),
     ],
 )
