@@ -13,7 +13,7 @@ import pytest
 from cache_layer import SMALL
 from flax import nnx
 from modules import abstract, randomised
-from selector_examples import Recent
+from selector_examples import Loudest, Recent
 
 from nsa_jax.generate import Batcher, generate, loop, prepare, start
 from nsa_jax.generate import prepared as prepared_models
@@ -59,7 +59,7 @@ CASES = {
         selector=IndexerConfig(dim=6, shared_key=False, normalize=True),
         gate=wide_gate,
     ),
-    "a user's gate": TWO | dict(gate=OwnGate),
+    "a user's gate and selector": TWO | dict(gate=OwnGate, selector=Loudest),
 }
 
 

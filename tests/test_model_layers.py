@@ -14,7 +14,6 @@ from equations import equations
 from flax import nnx
 from messages import refused
 from modules import MODEL, NSA, abstract, randomised
-from selector_examples import Recent
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.model import Transformer, TransformerConfig, restore, save
@@ -140,7 +139,7 @@ class Counting(nnx.Module):
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_scan_refuses_to_lose_what_a_part_changes(remat):
     """Without a scan the variable is kept; with one, its new value was dropped in silence."""
-    options = dict(gate=Counting, remat=remat, selector=Recent, branches=("slc", "win"))
+    options = dict(gate=Counting, remat=remat, selector=IndexerConfig(dim=4), branches=("slc", "win"))
     tokens, config = jnp.zeros((1, 9), jnp.int32), dataclasses.replace(MODEL, **options)
     loop = randomised(abstract(Transformer, dataclasses.replace(config, num_layers=1)))
     scanned = abstract(Transformer, dataclasses.replace(config, scan_layers=True))

@@ -247,7 +247,7 @@ def test_the_future_changes_no_past_output_or_selection():
 
 
 def test_default_positions_are_sequence_indices():
-    layer, x = make_layer(), random(1, LENGTH, WIDTH).astype(np.float32)
+    layer, x = make_layer(compression="mean"), random(1, LENGTH, WIDTH).astype(np.float32)
     ids, local = np.array([[1] * 9 + [2] * 14]), np.concatenate([np.arange(9), np.arange(14)])[None]
 
     @nnx.jit

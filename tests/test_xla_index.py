@@ -270,15 +270,14 @@ def test_scores_of_their_own_are_ranked_exactly():
     case = Case(name="own scores", batch=1, num_keys=71, num_queries=20)
     rng = case.generator()
     drawn = rng.choice([-math.inf, -2, -0.0, 0.0, 3, math.inf, math.nan], (1, 20, 2, 12))
+    given = dict(config=case.config, **where(case))
+    best = jax.jit(lambda x: [module.top_blocks(x, **given) for module in (attention, reference)])
     for dtype in ("bfloat16", "float16", "float32", "float64"):
         with jax.enable_x64(dtype == "float64"):
             scores = jnp.asarray(drawn, dtype)
             wide = np.asarray(scores).astype(jnp.promote_types(dtype, jnp.float32))
             expected = index_cases.best_of(case, wide).tolist()
-            for module in (attention, reference):
-                found = jax.jit(functools.partial(module.top_blocks, config=case.config, **where(case)))(
-                    scores
-                )
+            for module, found in zip((attention, reference), best(scores), strict=True):
                 assert found.tolist() == expected, (dtype, module.__name__)
 
 
