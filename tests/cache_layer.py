@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,7 @@ def decode_step(*operands, config, **arguments):
 
 compiled_prefill = jit(prefill, static_argnames="config")
 compiled_decode_step = jit(decode_step, static_argnames="config")
+init_cache = jax.jit(cache.init_cache, static_argnames=[*inspect.signature(cache.init_cache).parameters])
 
 
 def in_numpy(step):
@@ -134,7 +136,7 @@ class Layer:
         value_dim = self.tokens.value_slc.shape[-1]
         sizes = dict(num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim, step_capacity=4)
         rest = dict(config=self.config, dtype=self.query.dtype)
-        return cache.init_cache(batch, max_length, **(sizes | rest | arguments))
+        return init_cache(batch, max_length, **(sizes | rest | arguments))
 
     def filled(self, lengths, max_length):
         """A cache of random keys and values that says it holds `lengths` tokens."""

@@ -78,21 +78,35 @@ def assert_close(actual, expected, tolerance, what=""):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * scale, err_msg=what)
 
 
-def assert_steps_give(full, layer, x):
-    """Chunked prefill of ragged rows, then single tokens: each output is the row of `full`; in float64."""
-    prefill = jax.jit(layer.prefill)
-    step = jax.jit(layer.decode_step)
+@nnx.jit
+def decode_step(layer, x, cache, num_tokens):
+    return layer.decode_step(x, cache, num_tokens=num_tokens)
+
+
+def assert_chunks_give(full, layer, x, take=decode_step, chunks=7):
+    """Chunks of ragged rows, of steps or by `take`: each output is the row of `full`; in float64."""
     full = np.asarray(full)  # NumPy's slices: JAX would compile each
 
     cache = jax.jit(lambda: layer.init_cache(ROWS, LENGTH))()
-    for num_tokens in ([3, 1, 5, 0], [5, 5, 4, 2]):
+    for most in ([3, 1, 5, 0], [5, 5, 4, 2], *[[4, 5, 3, 5]] * 5)[:chunks]:
         chunk, start = np.zeros((ROWS, 5, WIDTH)), np.asarray(cache.lengths)
+        num_tokens = np.minimum(most, LENGTH - start)
         for row, count in enumerate(num_tokens):
             chunk[row, :count] = x[row, start[row] : start[row] + count]
-        out, cache = prefill(chunk, cache, num_tokens=np.array(num_tokens))
+        out, cache = take(layer, chunk, cache, num_tokens)
         out = np.asarray(out)
         for row, count in enumerate(num_tokens):
             assert_close(out[row, :count], full[row, start[row] : start[row] + count], ROUNDING)
+    assert not np.any(cache.overflowed)
+    return cache
+
+
+def assert_steps_give(full, layer, x):
+    """Two chunks of a prompt, then single tokens: each output is the row of `full`; in float64."""
+    prefill = nnx.jit(lambda layer, x, cache, count: layer.prefill(x, cache, num_tokens=count))
+    step, full = jax.jit(layer.decode_step), np.asarray(full)
+
+    cache = assert_chunks_give(full, layer, x, prefill, chunks=2)
     while (np.asarray(cache.lengths) < LENGTH).any():
         unfinished = np.asarray(cache.lengths) < LENGTH
         rows = np.arange(ROWS), np.minimum(np.asarray(cache.lengths), LENGTH - 1)

@@ -340,7 +340,8 @@ def test_index_keys_that_are_no_pair_are_refused():
 
 
 def test_widening_leaves_what_is_not_quantised():
-    tree = {"a": jnp.ones(2), "b": quantised(jnp.ones((2, 4)), "int8"), "c": None}
+    pair = jax.jit(quantised, static_argnums=1)(np.ones((2, 4), np.float32), "int8")
+    tree = {"a": jnp.ones(2), "b": pair, "c": None}
 
     found = widened(tree, jnp.bfloat16)
 

@@ -24,17 +24,22 @@ def test_the_checks_come_with_the_package():
     assert runpy.run_path(nsa_jax.__file__)["debug"] is debug
 
 
+def padded(*rows):
+    """Rows of ids with padding behind, of one shape: each operation is compiled for each shape."""
+    ids = np.zeros((3, 9), int)
+    for row, given in zip(ids, rows, strict=False):
+        row[: len(given)] = given
+    return ids
+
+
 @pytest.mark.parametrize(
     "ids",
     [
-        [[0, 0, 5, 5, 2, 0, 3, 3, 0]],  # padding anywhere
-        [[0, 1, 0, 2, 0, 3, 0]],  # padding between
-        [[1, 2, 3], [3, 2, 1]],  # ids of other rows
+        padded([0, 0, 5, 5, 2, 0, 3, 3, 0], [0, 1, 0, 2, 0, 3, 0]),  # padding anywhere, and between
+        padded([1, 2, 3], [3, 2, 1], [-1, -1, 0, 7]),  # ids of other rows
         [[4]],
-        [[0]],
-        [[-1, -1, 0, 7]],
     ],
-    ids=str,
+    ids=["padding", "other rows", "one token"],
 )
 @pytest.mark.parametrize("dtype", ["int32", "uint8"])
 def test_runs_that_are_contiguous_are_accepted(ids, dtype):
@@ -50,28 +55,31 @@ def test_runs_that_come_back_are_refused(ids, name):
     with refused(
         match=f"^each non-zero segment id must be one contiguous run, got id {name} in several runs"
     ) as error:
-        debug.check_segment_ids(jnp.asarray(ids))
+        debug.check_segment_ids(jnp.asarray(padded(*ids)))
 
     assert error.match(FORM)
 
 
-@pytest.mark.parametrize("rows", [[0, 3, 3, 8], [0], [[0, 5, 8], [0, 0, 0]]], ids=str)
+@pytest.mark.parametrize("rows", [[0, 3, 3, 8], [0], [[0, 5, 8, 8], [0, 0, 0, 0]]], ids=str)
 def test_cumulative_lengths_are_accepted(rows):
     debug.check_cu_seqlens(jnp.asarray(rows), 8)
     debug.check_cu_seqlens(jnp.zeros((0, 3), int), 8)
 
 
 def test_cumulative_lengths_of_a_narrow_dtype_are_compared_with_a_length_beyond_it():
-    debug.check_cu_seqlens(jnp.asarray([0, 200], jnp.uint8), 300)
+    debug.check_cu_seqlens(jnp.asarray([0, 9, 9, 200], jnp.uint8), 300)
+
+
+check_lengths = jax.jit(checkify.checkify(lambda rows: debug.check_cu_seqlens(rows, 8)))
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint8"])
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
-        ([1, 3], r"cu_seqlens must start at 0 and never decrease, got \[1 3\]\. "),
-        ([[0, 3, 5], [0, 4, 3]], r"cu_seqlens must start at 0 and never decrease, got \[0 4 3\]\. "),
-        ([[0, 8], [0, 9]], "cu_seqlens must end within the row, got 9 > 8"),
+        ([1, 3, 3, 8], r"cu_seqlens must start at 0 and never decrease, got \[1 3 3 8\]\. "),
+        ([[0, 3, 5, 8], [0, 4, 3, 8]], r"must start at 0 and never decrease, got \[0 4 3 8\]\. "),
+        ([[0, 8, 8, 8], [0, 8, 8, 9]], "cu_seqlens must end within the row, got 9 > 8"),
     ],
     ids=["late", "decreasing", "too long"],
 )
@@ -81,12 +89,12 @@ def test_wrong_cumulative_lengths_are_refused(rows, told, dtype):
         debug.check_cu_seqlens(rows, 8)
 
     assert error.match(FORM)
-    found, _ = jax.jit(checkify.checkify(lambda rows: debug.check_cu_seqlens(rows, 8)))(rows)
+    found, _ = check_lengths(rows)
     with refused(match=told):
         found.throw()
 
 
-@pytest.mark.parametrize("positions", [[[0, 9]], [[-1, -1]], [[9, 0], [3, 3]]], ids=str)
+@pytest.mark.parametrize("positions", [[[-1, -1], [-1, -1]], [[9, 0], [3, 3]]], ids=str)
 def test_positions_within_the_row_are_accepted(positions):
     debug.check_query_positions(jnp.asarray(positions), 10)
 
@@ -96,17 +104,19 @@ def test_positions_within_the_row_are_accepted(positions):
 def test_arrays_of_every_kind_and_integer_dtype_are_compared_by_value(array, dtype):
     given = lambda values: array(np.array(values).astype(dtype))  # noqa: E731
 
-    debug.check_segment_ids(given([[0, 5, 5]]))
-    debug.check_cu_seqlens(given([0, 3, 5]), 300)
-    debug.check_query_positions(given([[0, 100]]), 300)
+    debug.check_segment_ids(given(padded([0, 5, 5])))
+    debug.check_cu_seqlens(given([0, 3, 5, 5]), 300)
+    debug.check_query_positions(given([[0, 100], [0, 0]]), 300)
     with refused(match=r"must lie in \[-1, 100\), got values from 0 to 100"):
-        debug.check_query_positions(given([[0, 100]]), 100)
-    for blocks, wrong in (([[[[0, 1]]]], False), ([[[[1, 0]]]], True)):
+        debug.check_query_positions(given([[0, 100], [0, 0]]), 100)
+    for blocks, wrong in (([[[[0, 1, 2, 3]]]], False), ([[[[1, 0, 2, 3]]]], True)):
         with refused(match="must be ascending") if wrong else contextlib.nullcontext():
             debug.check_block_indices(given(blocks), config=OVERLAPPING, query_positions=given([[30]]))
 
 
-@pytest.mark.parametrize(("positions", "values"), [([[0, 10]], "0 to 10"), ([[-2, 3]], "-2 to 3")], ids=str)
+@pytest.mark.parametrize(
+    ("positions", "values"), [([[0, 3], [10, 3]], "0 to 10"), ([[-2, 3], [0, 0]], "-2 to 3")], ids=str
+)
 def test_positions_outside_the_row_are_refused(positions, values):
     with refused(match=rf"^query_positions must lie in \[-1, 10\), got values from {values}\. ") as error:
         debug.check_query_positions(jnp.asarray(positions), 10)
@@ -116,9 +126,9 @@ def test_positions_outside_the_row_are_refused(positions, values):
 
 def check_blocks(blocks, position, **more):
     debug.check_block_indices(
-        jnp.asarray(blocks, jnp.int32).reshape(1, 1, 1, -1),
+        jnp.asarray(np.reshape(blocks, (1, 1, 1, -1)), jnp.int32),
         config=OVERLAPPING,  # blocks of 6 tokens
-        query_positions=jnp.asarray([[position]]),
+        query_positions=jnp.asarray(np.reshape(position, (1, 1))),
         **more,
     )
 
@@ -153,16 +163,23 @@ def test_ill_formed_selections_are_refused(blocks, position, rule):
 
 
 def test_blocks_count_from_the_start_of_their_sequence():
-    segment_ids = jnp.asarray([[1] * 10 + [2] * 10])
+    @jax.jit
+    @checkify.checkify
+    def check(position):
+        debug.check_block_indices(
+            np.array([[[[0, 1]]]]), config=OVERLAPPING, query_positions=position,
+            segment_ids=np.array([[1] * 10 + [2] * 10]),
+        )  # fmt: skip
 
-    check_blocks([0, 1], 16, segment_ids=segment_ids)
+    check(np.array([[16]]))[0].throw()
+    error, _ = check(np.array([[15]]))
     with refused(match="must start at or before their query"):
-        check_blocks([0, 1], 15, segment_ids=segment_ids)
+        error.throw()
 
 
 @pytest.fixture(scope="module")
 def operands():
-    return jax.tree.map(jnp.float32, PLAIN.draw())
+    return jax.tree.map(np.float32, PLAIN.draw())
 
 
 def test_checked_operations_return_what_the_operations_return(operands):
@@ -170,14 +187,16 @@ def test_checked_operations_return_what_the_operations_return(operands):
     found = debug.checked(attention.window_attention)(*arguments, config=PLAIN.config)
     expected = attention.window_attention(*arguments, config=PLAIN.config)
 
-    assert all((ours == theirs).all() for ours, theirs in zip(found, expected, strict=True))
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("operation", ["compressed_attention", "select_blocks", "window_attention"])
 def test_checked_operations_refuse_bad_segments(operands, operation):
     names = {"window_attention": ("key_win", "value_win"), "select_blocks": ("key_cmp",)}
     arrays = [getattr(operands, name) for name in names.get(operation, ("key_cmp", "value_cmp"))]
-    bad = jnp.ones(operands.key_win.shape[:2], int).at[:, 7].set(0)
+    bad = np.ones(operands.key_win.shape[:2], int)
+    bad[:, 7] = 0
     with refused(match="^each non-zero segment id must be one contiguous run, got id 1"):
         debug.checked(getattr(attention, operation))(
             operands.query, *arrays, config=PLAIN.config, segment_ids=bad
@@ -185,7 +204,8 @@ def test_checked_operations_refuse_bad_segments(operands, operation):
 
 
 def test_checked_operations_refuse_bad_positions(operands):
-    bad = jnp.asarray(PLAIN.query_positions).at[1, 3].set(PLAIN.num_keys)
+    bad = PLAIN.query_positions.copy()
+    bad[1, 3] = PLAIN.num_keys
     attend = debug.checked(attention.window_attention)
     with refused(match=r"^query_positions must lie in \[-1, 61\), got values from 0 to 61"):
         attend(operands.query, operands.key_win, operands.value_win, config=PLAIN.config, query_positions=bad)
@@ -222,12 +242,13 @@ def test_checks_inside_jit_are_an_error_to_throw(operands):
     attend = functools.partial(debug.checked(attention.selected_attention), config=PLAIN.config)
     attend = jax.jit(checkify.checkify(attend))
     arrays = (operands.query, operands.key_slc, operands.value_slc)
-    blocks = jnp.asarray(by_brute_force("plain")["blocks"], jnp.int32)
+    blocks = by_brute_force("plain")["blocks"].astype(np.int32)
 
     error, (out, _) = attend(*arrays, blocks)
     error.throw()
     assert np.abs(out - by_brute_force("plain")["out_slc"]).max() < 1e-5
-    error, _ = attend(*arrays, blocks.at[0, 0, 0].set([0, 1, -1, -1]))
+    blocks[0, 0, 0] = [0, 1, -1, -1]
+    error, _ = attend(*arrays, blocks)
     with refused(match="^selected blocks must start at or before their query, got 1 "):
         error.throw()
 
@@ -248,7 +269,7 @@ def test_checks_of_packed_rows_pass_on_our_own_selections():
 
 
 def test_the_gated_sum_has_nothing_to_check():
-    branch, gates = jnp.ones((1, 3, 2, 4)), jnp.ones((1, 3, 2, 3))
+    branch, gates = np.ones((1, 3, 2, 4), np.float32), np.ones((1, 3, 2, 3), np.float32)
 
     error, out = checkify.checkify(debug.checked(attention.gated_sum))(branch, branch, branch, gates)
 

@@ -129,13 +129,16 @@ def operands(num_new=2, lengths=(30, 31, 9), window_size=None, max_length=32):
     return held, normal(num_new, 4, 6), normal(num_new, 2, 6), normal(num_new, 2, 5)
 
 
-def test_a_full_row_stays_as_it_is():
-    given = operands()
-    held = given[0]
+STEPS = [jax.jit(step, static_argnames="window_size") for step in (dense_decode_step, dense_prefill)]
 
-    step = jax.jit(dense_decode_step)(*given)
-    again = jax.jit(dense_prefill)(step.cache, *given[1:], num_tokens=np.array([0, 1, 2]))
-    under_jit = jax.jit(dense_prefill)(*given, num_tokens=np.array([2, 2, 2]))
+
+def test_a_full_row_stays_as_it_is():
+    given, (decode, fill) = operands(), STEPS
+    held, twos = given[0], np.array([2, 2, 2])
+
+    step = decode(*given, num_tokens=twos, window_size=None)
+    again = fill(step.cache, *given[1:], num_tokens=np.array([0, 1, 2]), window_size=None)
+    under_jit = fill(*given, num_tokens=twos, window_size=None)
 
     for out, after in jax.tree.map(np.asarray, (step, under_jit)):
         assert after.lengths.tolist() == [32, 31, 11]
@@ -152,7 +155,7 @@ def test_a_full_row_stays_as_it_is():
 def test_a_ring_is_never_full():
     given = operands(window_size=7, lengths=(30, 1000, 9))
 
-    _, after = jax.jit(functools.partial(dense_decode_step, window_size=7))(*given)
+    _, after = STEPS[0](*given, num_tokens=np.array([2, 2, 2]), window_size=7)
     after = jax.tree.map(np.asarray, after)
 
     assert after.key.shape[1] == 10
@@ -161,12 +164,12 @@ def test_a_ring_is_never_full():
     np.testing.assert_array_equal(after.key[1, [0, 1]], given[2][1])
 
 
-@pytest.mark.parametrize("step", [dense_decode_step, dense_prefill])
+@pytest.mark.parametrize("step", STEPS, ids=["dense_decode_step", "dense_prefill"])
 @pytest.mark.parametrize("window_size", [None, 7])
 def test_what_is_not_a_number_stays_where_it_is(step, window_size):
     """NaN and infinity in another row, in slots that are unused or unseen, in padding or in a later token."""
     given = operands(lengths=(5, 20, 9), window_size=window_size)
-    run = functools.partial(jax.jit(step, static_argnames="window_size"), window_size=window_size)
+    run = functools.partial(step, window_size=window_size)
     number = np.array([2, 2, 1])
     clean = jax.tree.map(np.asarray, run(*given, num_tokens=number))
     held, query, key, value = jax.tree.map(np.array, given)

@@ -19,7 +19,7 @@ SIZES = ["--dtype=float32", "--rows", "2", "--drafts", "3", "--context=16", "--n
 
 @pytest.fixture
 def run(tmp_path, capsys):
-    fields = fields_of("llama", vocab_size=256)
+    fields = fields_of("llama", vocab_size=256, num_hidden_layers=1)
     folder = write_folder(tmp_path / "small", fields, tensors_of(fields))
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate(alphabet)}

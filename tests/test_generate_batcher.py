@@ -17,10 +17,10 @@ from cache_layer import SMALL
 from messages import has_form, refused
 from modules import abstract, randomised
 from test_generate import VOCAB, Stub
-from test_generate_options import even, written
+from test_generate_options import constrained, even, written
 from test_generate_stream import Letters
 
-from nsa_jax.generate import Batcher, Ended, advance, batching, buckets, generate, start
+from nsa_jax.generate import Batcher, Ended, batching, buckets, generate
 from nsa_jax.generate.parameters import NEUTRAL
 from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.nn import IndexerConfig
@@ -514,7 +514,7 @@ def test_event_loops_do_not_share_a_step(stub, batcher):
 
 
 def test_new_widths_and_options_compile_nothing_within_a_bucket(caplog):
-    batcher = made(Stub())  # of which nothing is compiled
+    batcher = made(Stub(), sampling=("temperature", "top_p"))  # of which nothing is compiled
 
     def compiled(lengths):
         """The programs that JAX compiles while prompts of these lengths are written."""
@@ -556,11 +556,7 @@ def test_a_hook_constrains_all_requests(stub):
     """More than there are slots, so that slots are used again, and each counts its own tokens."""
     batcher = made(stub, sampling=(), logits_hook=even)
     asked = [batcher.submit(prompt, max_new_tokens=6) for prompt in PROMPTS[:4]]
-    prompts = np.stack([np.pad(prompt, (0, 33 - len(prompt))) for prompt in PROMPTS[:4]])
-    lengths = np.array([len(prompt) for prompt in PROMPTS[:4]])
-    session = start(stub, prompts, lengths=lengths, max_length=ROOM, logits_hook=even)
-
-    expected = advance(session, 6)[1].tokens.tolist()
+    expected = [constrained(stub, prompt, 6) for prompt in PROMPTS[:4]]
 
     assert [told(request) for request in asked] == expected
     assert expected != [alone(stub, prompt, 6) for prompt in PROMPTS[:4]]

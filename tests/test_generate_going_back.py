@@ -31,10 +31,13 @@ PROMPTS, LENGTHS = RNG.integers(0, 11, (ROWS, 27)), np.arange(27, 27 - ROWS, -1)
 TURN = RNG.integers(0, 11, (ROWS, 9))
 BACK = np.arange(ROWS)  # 0 .. 7 tokens: with blocks of 4, the way of most rows is over the end of one
 TABLE = TokenTable(VOCAB)
+# Sessions with these options, or other values of them, share their programs.
+ENDLESS = dict(repetition_penalty=1.0, stop=[[99] * 3])  # which is never written
+DRAFTED = dict(temperature=np.zeros(ROWS), presence_penalty=np.zeros(ROWS), eos_id=99)
 
 
 def begun(model, **options):
-    return start(model, PROMPTS, lengths=LENGTHS, max_length=ROOM, **(dict(key=3) | options))
+    return start(model, PROMPTS, max_length=ROOM, **(dict(lengths=LENGTHS, key=3) | options))
 
 
 def texts_of(state):
@@ -76,15 +79,15 @@ def test_layers_attend_as_if_they_had_never_been_further():
 def test_a_prompt_is_taken_back_by_six_tokens():
     """Its newest token is read again, by the step that goes on from there."""
     back = np.minimum(BACK, 6)
-    _, new = advance(rewind(begun(TABLE), back), 12)
+    _, new = advance(rewind(begun(TABLE, **ENDLESS), back), 12)
 
-    _, want = advance(start(TABLE, PROMPTS, lengths=LENGTHS - back, max_length=ROOM), 12)
+    _, want = advance(begun(TABLE, lengths=LENGTHS - back, **ENDLESS), 12)
     assert new.tokens.tolist() == want.tokens.tolist()
 
 
 def test_ends_and_penalties_are_those_of_what_is_left():
     """A row that a sequence ended goes on, and ends again where the sequence does, half of which is left."""
-    options = dict(repetition_penalty=1.3, stop=[[99] * 3])  # never written
+    options = ENDLESS | dict(repetition_penalty=1.3)
     _, new = advance(begun(TABLE, **options), 12)
     ends = new.tokens[0, 4:7].tolist()
     options |= dict(stop=[ends])
@@ -100,7 +103,7 @@ def test_ends_and_penalties_are_those_of_what_is_left():
 
 
 def test_a_session_with_drafts_goes_back():
-    state, new = advance(begun(TABLE, drafts=DraftModel(TABLE, 7), eos_id=99), 20)
+    state, new = advance(begun(TABLE, drafts=DraftModel(TABLE, 7), **DRAFTED), 20)
 
     _, more = advance(rewind(state, 5), 10)
 
@@ -110,7 +113,8 @@ def test_a_session_with_drafts_goes_back():
 
 def test_a_checkpoint_brings_everything_back():
     """Keys and counters, too, so that draws are the same; going there does not use it up."""
-    options = dict(temperature=1.2, presence_penalty=0.3, drafts=DraftModel(TokenTable(VOCAB, seed=1), 2))
+    options = DRAFTED | dict(temperature=np.full(ROWS, 1.2), presence_penalty=np.full(ROWS, 0.3))
+    options |= dict(drafts=DraftModel(TokenTable(VOCAB, seed=1), 7))
     state, _ = advance(begun(TABLE, **options), 5)
     past = checkpoint(state)
     assert past.row_bytes < state.row_bytes
@@ -125,7 +129,7 @@ def test_a_checkpoint_brings_everything_back():
 
 def test_the_way_back_counts_from_where_a_row_was_longest():
     """Its rings have lost what came before: behind another way back, a turn, and drafts that were refused."""
-    state, _ = advance(begun(TABLE), 20)
+    state, _ = advance(begun(TABLE, **ENDLESS), 20)
     state = rewind(state, 5)
     assert rewind(gather(state, np.arange(ROWS)), 2).lengths.tolist() == (LENGTHS + 13).tolist()
     with refused(ValueError, r"at most \[2, 2, .*\], got \[3, 3,"):
@@ -134,8 +138,9 @@ def test_the_way_back_counts_from_where_a_row_was_longest():
     with refused(ValueError, r"at most \[5, 5, .*\], got \[6, 6,"):  # its cache had one token more
         rewind(state, 6)
 
-    _, new = advance(begun(TABLE), 4)
-    drafted = begun(TABLE, drafts=DraftModel(TABLE, 7), eos_id=int(new.tokens[0, 3]))
+    _, new = advance(begun(TABLE, **ENDLESS), 4)
+    options = DRAFTED | dict(eos_id=int(new.tokens[0, 3]))
+    drafted = begun(TABLE, drafts=DraftModel(TABLE, 7), **options)
     state, new = advance(drafted, 12)
     assert (new.ended[0], new.lengths[0], new.steps) == (Ended.END_TOKEN, 4, 2)
     with refused(
@@ -145,7 +150,7 @@ def test_the_way_back_counts_from_where_a_row_was_longest():
 
 
 def test_what_cannot_go_back_is_refused():
-    state = begun(TABLE)
+    state = begun(TABLE, **ENDLESS)
     with refused(ValueError, r"num_tokens must be at least 0 and at most \[6, 6, .*\], got \[7, 7,"):
         rewind(state, 7)
     with refused(ValueError, "num_tokens must be at least 0"):
@@ -159,7 +164,7 @@ def test_what_cannot_go_back_is_refused():
     past = checkpoint(state)
     with refused(TypeError, "past must be a Checkpoint, got Session"):
         rewind_to(state, state)
-    for other in (gather(state, np.array([0])), begun(TABLE, repetition_penalty=1.1)):
+    for other in (gather(state, np.array([0])), begun(TABLE)):
         with refused(ValueError, "past must be of this session, got one of another number of rows"):
             rewind_to(other, past)
     moved = gather(state, np.array([1, 0, 2, 3, 4, 5, 6, 7]))
@@ -172,7 +177,7 @@ def test_what_cannot_go_back_is_refused():
 
 
 def test_inside_jit_a_row_that_cannot_go_back_stays():
-    after = jax.jit(lambda state: rewind(state, BACK))(begun(TABLE))
+    after = jax.jit(lambda state: rewind(state, BACK))(begun(TABLE, **ENDLESS))
 
     assert after.lengths.tolist() == np.where(BACK == 7, LENGTHS, LENGTHS - BACK).tolist()
 

@@ -11,6 +11,8 @@ from test_generate_sampling import brute_force
 from nsa_jax.generate import Ended, advance, extend, gather, generate, sample, session, start
 
 ROOM, PAD, KEY, HOT = 64, 99, 3, dict(temperature=2.0)
+# Ends that never come: as many as in the tests, up to four of up to four tokens, so all share a program.
+NEVER = dict(stop=[[96] * 4, [97], [98]], eos_id=[96, 97, 98])
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +167,7 @@ def test_rows_end_at_stop_sequences(model, steps):
     assert {why for _, why in expected} == {Ended.STOP, Ended.NO}
     assert len(expected[0][0]) > 1
 
-    rows, state = told(begun(model, stop=stop, **HOT), *steps)
+    rows, state = told(begun(model, **HOT | NEVER | dict(stop=stop)), *steps)
 
     assert list(zip(rows, state.ended.tolist(), strict=True)) == expected
 
@@ -174,11 +176,11 @@ def test_a_stop_sequence_begins_anew_in_a_turn(model):
     """Its head from before the turn does not count; nor do the tokens of the turn."""
     free = naive(model, 4, **HOT)
     turn = np.array([[3], [8], [2]])
-    after, _ = told(extend(told(begun(model, **HOT), 4)[1], turn), 4)
+    after, _ = told(extend(told(begun(model, **HOT, **NEVER), 4)[1], turn), 4)
     stop = [[free[0][3], after[0][0]], [3, after[0][0]], after[0][:3]]
     assert ends_of(free, stop) == [(row, Ended.NO) for row in free]
 
-    rows, state = told(extend(told(begun(model, stop=stop, **HOT), 4)[1], turn), 4)
+    rows, state = told(extend(told(begun(model, **HOT | NEVER | dict(stop=stop)), 4)[1], turn), 4)
 
     assert list(zip(rows, state.ended.tolist(), strict=True)) == ends_of(after, stop)
     assert len(rows[0]) == 3
@@ -189,7 +191,8 @@ def test_any_of_several_end_tokens_ends_a_row(model):
     eos = [free[0][5], free[1][2], VOCAB + 1]
     expected = ends_of(free, eos=eos)
 
-    rows, state = told(begun(model, eos_id=eos, stop=[eos[:1]], **HOT), 3, 7)
+    stop = [eos[:1], *NEVER["stop"]]
+    rows, state = told(begun(model, eos_id=eos, stop=stop, **HOT), 3, 7)
     text = generate(model, PROMPTS, lengths=LENGTHS, max_new_tokens=10, eos_id=eos, key=KEY, **HOT)
 
     assert list(zip(rows, state.ended.tolist(), strict=True)) == expected
@@ -224,16 +227,21 @@ def even(logits, newest, drawn):
     return jnp.where(allowed & (token != newest[:, None]), logits, -jnp.inf)
 
 
+def constrained(model, prompt, count):
+    """The new tokens of one row with the hook `even`."""
+    text = list(prompt)
+    for number in range(count):
+        logits = logits_after(model, text)
+        allowed = [x for x in range(VOCAB) if (x % 2 == 0 or number < 3) and x != text[-1]]
+        text.append(max(allowed, key=lambda x: logits[x]))
+    return text[len(prompt) :]
+
+
 def test_a_hook_constrains_what_is_written(model):
     rows, _ = told(begun(model, logits_hook=even), 2, 8)
 
-    for row, prompt, length in zip(rows, PROMPTS, LENGTHS, strict=True):
-        text = prompt[:length].tolist()
-        for number, token in enumerate(row):
-            logits = logits_after(model, text)
-            allowed = [x for x in range(VOCAB) if (x % 2 == 0 or number < 3) and x != text[-1]]
-            assert token == max(allowed, key=lambda x: logits[x])
-            text.append(token)
+    prompts = [prompt[:length].tolist() for prompt, length in zip(PROMPTS, LENGTHS, strict=True)]
+    assert rows == [constrained(model, prompt, 10) for prompt in prompts]
 
 
 def test_a_row_whose_hook_excludes_all_tokens_says_so(model):
@@ -255,12 +263,12 @@ def test_values_of_options_share_programs(model):
     `_cache_size` would count arrays of NumPy and of JAX apart, though they share a program, too.
     """
     told(begun(model, **NOTHING), 3)
-    told(begun(model, stop=[[1, 2, 3], [4], [5, 6]], eos_id=[3, 4], **HOT), 3)
+    told(begun(model, stop=[[1, 2, 3], [4], [5, 6]], eos_id=[3, 4, 7], **HOT), 3)
     programs = session._advance._cache_size()
 
     other = NOTHING | dict(temperature=np.array([0.5, 0.0, 3.0]), min_p=np.array([0.9, 0.0, 0.2]))
     told(begun(model, **other), 3)
-    told(begun(model, stop=[[5, 6, 7, 8], [1, 2], [3], [9]], eos_id=[1, 2], temperature=0.5), 3)
+    told(begun(model, stop=[[5, 6, 7, 8], [1, 2], [3], [9]], eos_id=[1, 2, 5], temperature=0.5), 3)
 
     assert session._advance._cache_size() == programs
 

@@ -13,6 +13,7 @@ import pytest
 from cache_layer import SMALL
 from flax import nnx
 from modules import abstract, randomised
+from selector_examples import Loudest, Recent
 
 from nsa_jax.generate import Batcher, generate, loop, prepare, start
 from nsa_jax.generate import prepared as prepared_models
@@ -58,7 +59,7 @@ CASES = {
         selector=IndexerConfig(dim=6, shared_key=False, normalize=True),
         gate=wide_gate,
     ),
-    "a user's gate": TWO | dict(gate=OwnGate),
+    "a user's gate and selector": TWO | dict(gate=OwnGate, selector=Loudest),
 }
 
 
@@ -205,7 +206,8 @@ class Negated(nnx.Module):
 
 def test_changed_modules_stay_as_they_are():
     """Beside ours in one layer, and what two layers share."""
-    model = made(num_layers=6, attention=("dense", "dense", "nsa", "nsa", "dense", "dense"), **TWO)
+    kinds = ("dense", "dense", "nsa", "nsa", "dense", "dense")
+    model = made(num_layers=6, attention=kinds, **TWO | dict(selector=Recent))
     first, second, third, fourth, fifth, _ = model.layers
     first.attention.value_proj = Negated(first.attention.value_proj)
     first.mlp.down_proj = Negated(first.mlp.down_proj)
@@ -297,7 +299,7 @@ def test_donating_keeps_what_another_layer_still_reads():
 
 @pytest.mark.parametrize("kind", [NSAAttention, DenseAttention])
 def test_a_layer_of_the_user_s_that_follows_its_parameters_dtype(kind):
-    own = dict(branches=("slc",), selector=IndexerConfig(dim=6), config=NSA)
+    own = dict(branches=("slc",), selector=Recent, config=NSA)
     options = own if kind is NSAAttention else {}
     model = made(attention="dense")
     model.layers[0].attention = randomised(

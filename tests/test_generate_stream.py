@@ -14,6 +14,7 @@ from nsa_jax.generate.text import TextPieces
 
 ROOM, PAD = 64, 99
 HOT = dict(temperature=2.0, key=3)
+OPTIONS = HOT | dict(eos_id=[97, 98, PAD], logprobs=2)  # which end no row: sessions share their programs
 
 
 class Bytes:
@@ -40,7 +41,7 @@ def model():
 
 
 def begun(model, **options):
-    return start(model, PROMPTS, lengths=LENGTHS, max_length=ROOM, pad_id=PAD, **(HOT | options))
+    return start(model, PROMPTS, lengths=LENGTHS, max_length=ROOM, pad_id=PAD, **(OPTIONS | options))
 
 
 def joined(pieces):
@@ -90,7 +91,7 @@ def test_a_row_that_is_not_finite_is_refused_on_request(model, place):
 def test_rows_end_and_the_stream_with_the_last_of_them(model):
     """With log-probabilities beside their tokens."""
     free = joined(stream(begun(model), 20))
-    options = dict(eos_id=[free[0][6], free[1][3], free[2][9]], logprobs=2)
+    options = dict(eos_id=[free[0][6], free[1][3], free[2][9]])
     _, whole = advance(begun(model, **options), 40)
     assert whole.lengths.max() < 20
 

@@ -108,9 +108,12 @@ def test_steps_of_a_cache_equal_the_full_forward():
 
 
 def test_steps_with_given_blocks_equal_the_full_forward():
-    """Each of two layers has a selection of its own, also of a model that computes layers again."""
+    """Each of two layers has a selection of its own, in a model that computes layers again.
+
+    In one that does not: `test_model_layers`.
+    """
     config = dataclasses.replace(CONFIG, branches=("slc",), selector="given")
-    model, again = (make_model(dataclasses.replace(config, remat=x)) for x in (False, True))
+    model = make_model(dataclasses.replace(config, remat=True))
     ids, shape = tokens(), (2, LENGTH, CONFIG.num_kv_heads, 3)
     blocks = [np.broadcast_to(np.array(one), shape) for one in ([0, 2, -1], [1, 3, 4])]
 
@@ -127,7 +130,6 @@ def test_steps_with_given_blocks_equal_the_full_forward():
     last, out = in_steps(model, ids, blocks)
 
     assert np.abs(full - of_the_first).max() > 0.1
-    np.testing.assert_allclose(run(again, ids, blocks), full, rtol=0, atol=1e-5)
     np.testing.assert_allclose(last, full[:, 11], rtol=0, atol=1e-4)
     np.testing.assert_allclose(out, full[:, 12:], rtol=0, atol=1e-4)
 

@@ -56,8 +56,8 @@ OWN_PARTS = dict(compressor=WeightedSum, gate=fixed_gate)
 PLAIN_PARTS = dict(phi=plain_weighted_sum, gate=plain_fixed_gate)
 
 
-def plain_layer(weights, x, positions, *, phi=plain_phi, gate=plain_gate):
-    """The layer in plain code for rows of one sequence: complex rotation, stacked blocks, the oracle."""
+def plain_operands(weights, x, positions, *, phi=plain_phi, gate=plain_gate):
+    """What attention is given in rows of one sequence, in plain code: complex rotation, stacked blocks."""
 
     def project(name):
         return jnp.tensordot(x, weights[f"{name}_proj.kernel"], 1) + weights[f"{name}_proj.bias"]
@@ -78,7 +78,7 @@ def plain_layer(weights, x, positions, *, phi=plain_phi, gate=plain_gate):
         return phi(weights, name, jnp.moveaxis(blocks, 2, 3))
 
     starts = range(0, x.shape[1] - CONFIG.compression_block_size + 1, CONFIG.compression_stride)
-    out = reference.native_sparse_attention(
+    return (
         turn(project("query"), positions),
         turn(compress(project("key_cmp"), "compressor_key"), positions[:, list(starts)]),
         compress(project("value_cmp"), "compressor_value"),
@@ -87,8 +87,12 @@ def plain_layer(weights, x, positions, *, phi=plain_phi, gate=plain_gate):
         turn(project("key_win"), positions),
         project("value_win"),
         gate(weights, x).astype(x.dtype),
-        config=CONFIG,
     )
+
+
+def plain_layer(weights, x, positions):
+    """The layer in plain code, with the oracle."""
+    out = reference.native_sparse_attention(*plain_operands(weights, x, positions), config=CONFIG)
     return jnp.tensordot(out, weights["out_proj.kernel"], 2) + weights["out_proj.bias"]
 
 
@@ -137,7 +141,7 @@ def test_values_and_gradients_are_those_of_the_plain_computation():
 
 
 def test_own_parts_are_those_of_the_plain_computation():
-    """Without segment ids. Gradients reach them, and what attention is given has those of every layer."""
+    """What attention is given, without segment ids. Gradients reach them, and have those of every layer."""
     x = random(ROWS, LENGTH, WIDTH)
 
     @jax.jit
@@ -147,15 +151,16 @@ def test_own_parts_are_those_of_the_plain_computation():
             return sum((getattr(made, name) ** 2).sum() for name in names)
 
         of_compressors = jax.grad(squares)(state, x, ("key_cmp", "value_cmp"))
-        return of_compressors, jax.grad(squares, argnums=1)(state, x, ("gates",))
+        of_gates = jax.grad(squares, argnums=1)(state, x, ("gates",))
+        return of_compressors, of_gates, nnx.merge(graph, state).operands(x, positions=POSITIONS)
 
     with jax.enable_x64(True):
         layer = make_layer(jnp.float64, rope_base=EXACT_BASE, **OWN_PARTS)
         graph, state = nnx.split(layer)
-        plain = jax.jit(functools.partial(plain_layer, positions=POSITIONS, **PLAIN_PARTS))
-        out = jax.jit(lambda x: layer(x, positions=POSITIONS))(x)
-        of_compressors, of_gates = gradients(state, x)
-        assert_close(out, plain(named(state), x), ROUNDING)
+        plain = jax.jit(functools.partial(plain_operands, positions=POSITIONS, **PLAIN_PARTS))
+        of_compressors, of_gates, found = gradients(state, x)
+        for ours, theirs in zip(found, plain(named(state), x), strict=True):
+            assert_close(ours, theirs, ROUNDING)
 
     for part in ("key", "value"):
         assert np.all(named(of_compressors)[f"compressor_{part}.weights"])
@@ -242,7 +247,7 @@ def test_the_future_changes_no_past_output_or_selection():
 
 
 def test_default_positions_are_sequence_indices():
-    layer, x = make_layer(), random(1, LENGTH, WIDTH).astype(np.float32)
+    layer, x = make_layer(compression="mean"), random(1, LENGTH, WIDTH).astype(np.float32)
     ids, local = np.array([[1] * 9 + [2] * 14]), np.concatenate([np.arange(9), np.arange(14)])[None]
 
     @nnx.jit

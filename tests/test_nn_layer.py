@@ -121,12 +121,14 @@ def test_dtypes_are_those_of_nnx_linear(dtype, param_dtype, input_dtype, output_
 
 
 def test_cache_has_the_dtype_of_the_computation():
-    assert abstract_layer(dtype=jnp.bfloat16).init_cache(1, 8).key_cmp.dtype == jnp.bfloat16
-    assert abstract_layer().init_cache(1, 8).key_cmp.dtype == jnp.float32
-    assert abstract_layer(param_dtype=jnp.bfloat16).init_cache(1, 8).key_cmp.dtype == jnp.bfloat16
-    asked_for = abstract_layer(dtype=jnp.bfloat16).init_cache(1, 8, dtype=jnp.float16)
-    assert asked_for.value_slc.dtype == jnp.float16
-    assert abstract_layer().init_cache(1, 8).value_slc.shape == (1, 8, KV_HEADS, VALUE_DIM)
+    def cache(of=None, **options):
+        return jax.eval_shape(lambda: abstract_layer(**options).init_cache(1, 8, dtype=of))
+
+    assert cache(dtype=jnp.bfloat16).key_cmp.dtype == jnp.bfloat16
+    assert cache().key_cmp.dtype == jnp.float32
+    assert cache(param_dtype=jnp.bfloat16).key_cmp.dtype == jnp.bfloat16
+    assert cache(of=jnp.float16, dtype=jnp.bfloat16).value_slc.dtype == jnp.float16
+    assert cache().value_slc.shape == (1, 8, KV_HEADS, VALUE_DIM)
 
 
 def test_sharding_metadata_places_every_kernel():

@@ -45,11 +45,11 @@ def test_dropout_falls_on_the_output_in_training(kind):
     @nnx.jit
     def run(layer, x):
         plain, keyed = layer(x, deterministic=True), [layer(x, rngs=jax.random.key(1)) for _ in range(2)]
-        return plain, *keyed, layer(x), layer(x)
+        first, second = layer(x), layer(x)
+        layer.eval()
+        return plain, *keyed, first, second, layer(x)
 
-    plain, keyed, again, first, second = map(np.asarray, run(layer, x))
-    layer.eval()
-    evaluated = nnx.jit(lambda layer, x: layer(x))(layer, x)
+    plain, keyed, again, first, second, evaluated = map(np.asarray, run(layer, x))
 
     np.testing.assert_array_equal(keyed, again)
     np.testing.assert_array_equal(evaluated, plain)

@@ -58,7 +58,7 @@ def test_a_layer_computes_with_what_was_loaded():
     layer = loaded("dense")
     x = np.random.default_rng(1).standard_normal((1, 1, 12)).astype(np.float32)
 
-    out = layer(x)
+    out = nnx.jit(lambda layer, x: layer(x))(layer, x)
 
     # A single token attends only to itself, so attention gives its value, once for each query head.
     given = drawn(layer)

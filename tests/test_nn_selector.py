@@ -17,8 +17,9 @@ from small_layer import (
     ROUNDING,
     ROWS,
     WIDTH,
+    assert_chunks_give,
     assert_close,
-    assert_steps_give,
+    decode_step,
     make_layer,
     random,
 )
@@ -26,7 +27,6 @@ from small_layer import (
 import nsa_jax
 from nsa_jax import nn
 from nsa_jax.cache import TokenKeysValues, init_cache, prefill
-from nsa_jax.generate import generate
 from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.model.checkpoint import restore, save
 from nsa_jax.nn import IndexerConfig
@@ -43,8 +43,9 @@ LAYERS = {
     ),
 }
 
-# Compiled as a whole: run step by step, each small operation would be compiled by itself.
-call = nnx.jit(lambda layer, x, **more: layer(x, **more))
+# Outputs and selections by one program, which all tests of a layer share.
+evaluate = nnx.jit(lambda layer, x, **more: (layer(x, **more), layer.inspect(x, **more).block_indices))
+PACKED = ("random, slc", "block means, shared", "indexer, slc")
 
 
 @functools.cache
@@ -53,13 +54,19 @@ def layer_of(name):
         return make_layer(jnp.float64, **LAYERS[name])
 
 
-# "random", which has no keys, steps in test_nn_shared as Recent; "indexer" in test_generate_session.
+def of_rows(name, x):
+    """Output and selection; of a layer whose rows are packed below, as rows of one sequence each."""
+    more = dict(segment_ids=np.ones((ROWS, LENGTH), int)) if name in PACKED else {}
+    return jax.tree.map(np.asarray, evaluate(layer_of(name), x, **more))
+
+
+# "random", which has no keys, steps in test_nn_shared as Recent; "indexer" in test_generate_session. Prompts
+# choose by the same code; layers of test_nn_options and of test_nn_shared read them.
 @pytest.mark.parametrize("name", [name for name in LAYERS if name not in ("random, slc", "indexer, slc")])
 def test_steps_choose_as_a_whole_row_does(name):
-    layer = layer_of(name)
     with jax.enable_x64(True):
         x = random(ROWS, LENGTH, WIDTH)
-        assert_steps_give(call(layer, x), layer, x)
+        assert_chunks_give(of_rows(name, x)[0], layer_of(name), x)
 
 
 def test_layer_attends_the_blocks_that_inspect_shows():
@@ -133,13 +140,12 @@ def test_blocks_that_cannot_be_chosen_are_named_and_not_attended():
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_changed_future_leaves_what_was_chosen(name):
-    inspect, layer = nnx.jit(lambda layer, x: layer.inspect(x).block_indices), layer_of(name)
     with jax.enable_x64(True):
-        x, other = random(2, LENGTH, WIDTH), 9 * random(2, LENGTH, WIDTH, seed=1)
-        chosen = inspect(layer, x)
+        x, other = random(ROWS, LENGTH, WIDTH), 9 * random(ROWS, LENGTH, WIDTH, seed=1)
+        _, chosen = of_rows(name, x)
         for t in (1, 6, 13, 20):
             changed = np.concatenate([x[:, :t], other[:, t:]], axis=1)
-            assert (inspect(layer, changed)[:, :t] == chosen[:, :t]).all(), t
+            assert (of_rows(name, changed)[1][:, :t] == chosen[:, :t]).all(), t
 
 
 class Given:
@@ -152,11 +158,8 @@ class Given:
         at = jnp.minimum(cache.lengths[:, None] + jnp.arange(x.shape[1]), LENGTH - 1)
         return dict(block_indices=jax.vmap(lambda row, index: row[index])(self.block_indices, at))
 
-    def prefill(self, x, cache, **more):
-        return self.layer.prefill(x, cache, **more, **self._given(x, cache))
-
-    def decode_step(self, x, cache, **more):
-        return self.layer.decode_step(x, cache, **more, **self._given(x, cache))
+    def decode_step(self, x, cache, num_tokens):
+        return self.layer.decode_step(x, cache, num_tokens=num_tokens, **self._given(x, cache))
 
 
 def test_given_steps_are_those_of_a_whole_row():
@@ -165,15 +168,20 @@ def test_given_steps_are_those_of_a_whole_row():
         at = np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH))
         choose = functools.partial(Random(WIDTH, 2, CONFIG, rngs=None).choose, (), (), config=CONFIG)
         blocks = jax.jit(choose)(at)
-        assert_steps_give(call(layer, x, block_indices=blocks), Given(layer, blocks), x)
+        given, full = Given(layer, blocks), jax.jit(layer)(x, block_indices=blocks)
+        step = jax.jit(given.decode_step)
+        assert_chunks_give(full, given, x, lambda _, *new: step(*new))
 
 
 def test_a_step_of_an_indexer_is_exported():
-    layer, x = make_layer(**LAYERS["indexer, slc"]), random(2, 8, WIDTH).astype(np.float32)
-    cache = jax.jit(lambda: layer.init_cache(2, 12))()
-    step = jax.jit(layer.decode_step)
-    again = jax.export.export(step)(x, cache).call(x, cache)
-    jax.tree.map(np.testing.assert_array_equal, again, step(x, cache))
+    layer, x = layer_of("indexer, slc"), random(ROWS, LENGTH, WIDTH)
+    with jax.enable_x64(True):
+        full, _ = of_rows("indexer, slc", x)
+        cache = jax.jit(lambda: layer.init_cache(ROWS, 12))()
+        exported = jax.export.export(jax.jit(layer.decode_step))(x[:, :8], cache)
+        out, cache = exported.call(x[:, :8], cache)
+        assert_close(np.asarray(out), full[:, :8], ROUNDING)
+    assert cache.lengths.tolist() == [8] * ROWS
 
 
 def test_some_branches_are_the_sum_of_their_operations():
@@ -195,17 +203,17 @@ def test_some_branches_are_the_sum_of_their_operations():
         assert_close(found, expected, ROUNDING)
 
 
-@pytest.mark.parametrize("name", ["random, slc", "block means, shared", "indexer, slc"])
+@pytest.mark.parametrize("name", PACKED)
 def test_packed_sequences_are_chosen_as_alone(name):
-    layer = layer_of(name)
     with jax.enable_x64(True):
-        x = random(2, LENGTH, WIDTH)
-        segment_ids = np.array([[0, 0] + [3] * 9 + [1] * 12, [4] * 5 + [2] * 18])  # 18: five blocks for three
+        x, segment_ids = random(ROWS, LENGTH, WIDTH), np.zeros((ROWS, LENGTH), int)
+        segment_ids[:2] = [0, 0] + [3] * 9 + [1] * 12, [4] * 5 + [2] * 18  # 18: five blocks for three
         sequences = [(0, 2, 11), (0, 11, 23), (1, 0, 5), (1, 5, 23)]
         alone = np.zeros((ROWS, LENGTH, WIDTH))
         for each, (row, first, end) in zip(alone, sequences, strict=True):
             each[: end - first] = x[row, first:end]
-        out, expected = call(layer, x, segment_ids=segment_ids), call(layer, alone)
+        out = np.asarray(evaluate(layer_of(name), x, segment_ids=segment_ids)[0])
+        expected, _ = of_rows(name, alone)
         for each, (row, first, end) in zip(expected, sequences, strict=True):
             assert_close(out[row, first:end], each[: end - first], ROUNDING)
 
@@ -259,34 +267,22 @@ def test_absent_branches_have_no_parameters_and_no_cache(branches, parameters, f
 def test_what_a_selector_keeps_is_written_like_keys():
     layer = layer_of("loudest, slc and win")
     with jax.enable_x64(True):
-        x = random(2, 9, WIDTH)
-        cache = jax.jit(lambda: layer.init_cache(2, 11))()
-        prefill = jax.jit(layer.prefill)
-        _, cache = prefill(x[:, :8], cache, num_tokens=np.array([5, 2]))
-        _, cache = prefill(x[:, :8], cache, num_tokens=np.array([8, 8]))  # no room for 8 more after 5
-        assert cache.lengths.tolist() == [5, 10]
-        assert cache.overflowed.tolist() == [True, False]
-        expected = [range(5), [0, 1, *range(2, 10)]]
-        for row, positions in enumerate(expected):
-            held = cache.kept["position"][row, : len(positions)].tolist()
-            assert held == list(positions)
-        assert not np.any(cache.kept["loud"][0, 5:])
+        x = random(ROWS, 5, WIDTH)
+        cache = jax.jit(lambda: layer.init_cache(ROWS, LENGTH))()
+        for first in (5, 2), (5, 5), (5, 5), (5, 5), (5, 5):  # no room for 5 more after 20
+            _, cache = decode_step(layer, x, cache, np.array([*first, 0, 0]))
+    cache = jax.tree.map(np.asarray, cache)
+    assert cache.lengths.tolist() == [20, 22, 0, 0]
+    assert cache.overflowed.tolist() == [True, False, False, False]
+    for row, length in enumerate(cache.lengths):
+        assert cache.kept["position"][row, :length].tolist() == list(range(length))
+        assert not cache.kept["loud"][row, length:].any()
 
 
 def model_of(**options):
+    """What they write: test_generate_model, with a user's selector; test_generate_session, with kept keys."""
     sizes = dict(vocab_size=17, num_layers=1, model_dim=16, num_heads=4, num_kv_heads=2)
     return randomised(abstract(Transformer, TransformerConfig(nsa=CONFIG, **sizes | options)), 0.3)
-
-
-def test_generated_text_is_that_of_whole_rows():
-    model = model_of(selector=Loudest, branches=("slc",))
-    prompts = np.random.default_rng(0).integers(0, 17, (2, 9))
-    written = generate(model, prompts, max_new_tokens=8).tokens
-    row = np.pad(prompts, ((0, 0), (0, 8)))
-    for step in range(8):
-        token = np.asarray(call(model, row))[:, 8 + step].argmax(-1)
-        assert (token == written[:, step]).all(), step
-        row[:, 9 + step :][:, :1] = token[:, None]
 
 
 def test_selector_runs_under_remat():
@@ -311,13 +307,12 @@ def test_a_checkpoint_holds_branches_and_indexer(tmp_path):
 
 @pytest.mark.parametrize("name", ["loudest, slc and win", "indexer, slc"])
 def test_numbers_that_are_not_finite_stay_in_their_row(name):
-    layer = layer_of(name)
     with jax.enable_x64(True):
         x = random(ROWS, LENGTH, WIDTH)
         spoilt = x.copy()
         spoilt[0, 4] = np.nan
         spoilt[1, 20] = np.inf
-        out, expected = call(layer, spoilt), call(layer, x)
+        (out, _), (expected, _) = of_rows(name, spoilt), of_rows(name, x)
         assert (out[1, :20] == expected[1, :20]).all()
         assert (out[0, :4] == expected[0, :4]).all()
 
@@ -340,14 +335,14 @@ def test_op_without_some_branches_is_refused_where_it_does_not_fit():
 def test_step_of_other_branches_than_the_cache_is_refused():
     cache = init_cache(1, 16, num_kv_heads=2, key_dim=5, value_dim=3, config=CONFIG, dtype="float32",
                        branches=("slc",))  # fmt: skip
-    q, k, v = (jnp.zeros((1, 4, *size)) for size in ((4, 5), (2, 5), (2, 3)))
-    blocks = jnp.zeros((1, 4, 2, 3), jnp.int32)
+    q, k, v = (np.zeros((1, 4, *size), np.float32) for size in ((4, 5), (2, 5), (2, 3)))
+    blocks = np.zeros((1, 4, 2, 3), np.int32)
     step = functools.partial(prefill, cache, q, config=CONFIG, compress=None)
     slc = TokenKeysValues(None, None, k, v)
     with refused(ValueError, "tokens must have key_cmp and value_cmp if and only if"):
         step(TokenKeysValues(k, v, k, v), None, block_indices=blocks)
     with refused(ValueError, "gates must be"):
-        step(slc, jnp.ones((1, 4, 4, 3)), block_indices=blocks)
+        step(slc, np.ones((1, 4, 4, 3), np.float32), block_indices=blocks)
     with refused(ValueError, "block_indices must be given"):
         step(slc, None)
     with refused(ValueError, "compress must be None"):
@@ -439,9 +434,6 @@ def test_given_selection_must_be_given():
     assert jax.eval_shape(layer, x, block_indices=blocks).shape == x.shape
     out, cache = jax.eval_shape(layer.prefill, x, layer.init_cache(1, 16), block_indices=blocks)
     assert (out.shape, cache.kept) == (x.shape, None)
-    with refused(ValueError, "must be given block_indices"):
-        layer(x)
-    with refused(ValueError, "must be given block_indices"):
-        layer.prefill(x, layer.init_cache(1, 16))
-    with refused(ValueError, "must be given block_indices"):
-        layer.inspect(x)
+    for call in (layer, lambda x: layer.prefill(x, layer.init_cache(1, 16)), layer.inspect):
+        with refused(ValueError, "must be given block_indices"):
+            jax.eval_shape(call, x)

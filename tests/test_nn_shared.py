@@ -19,6 +19,7 @@ from small_layer import (
     ROWS,
     VALUE_DIM,
     WIDTH,
+    assert_chunks_give,
     assert_close,
     assert_steps_give,
     make_layer,
@@ -89,11 +90,14 @@ def named(state):
 
 YARN = YarnScaling(4.0, 24, beta_fast=3.0, beta_slow=0.2)
 # One of 5 tokens is among the layers of test_nn_selector.
-WINDOWS = {"window of one": 1, "window longer than the rows": 64}
+WINDOWS = {
+    "window of one": (1, assert_steps_give),
+    "window longer than the rows": (64, assert_chunks_give),
+}
 
 
-@pytest.mark.parametrize("window_size", WINDOWS.values(), ids=WINDOWS.keys())
-def test_steps_of_a_cache_equal_the_full_forward(window_size):
+@pytest.mark.parametrize(("window_size", "assert_give"), WINDOWS.values(), ids=WINDOWS.keys())
+def test_steps_of_a_cache_equal_the_full_forward(window_size, assert_give):
     config = dataclasses.replace(CONFIG, window_size=window_size)
     x = random(ROWS, LENGTH, WIDTH)
     with jax.enable_x64(True):
@@ -102,7 +106,7 @@ def test_steps_of_a_cache_equal_the_full_forward(window_size):
             rope_base=100.0, rope_scaling=YARN,
         )  # fmt: skip
         full = np.asarray(jax.jit(layer)(x))
-        assert_steps_give(full, layer, x)
+        assert_give(full, layer, x)
 
 
 def test_steps_of_several_tokens_are_those_of_three_equal_pairs():

@@ -67,21 +67,15 @@ def run(model, ids=IDS):
 
 GATES = dict(initial_gates=(1e-7, 1 - 1e-7, 1e-7))
 ALONE = dict(branches=("slc",), selector=IndexerConfig(dim=4))
-SAME = {  # layers, heads and KV heads; that layers are told apart needs two of them once
-    "alone-4-KV, two layers": ((2, 4, 4), ALONE),
-    "gates-2-KV": ((1, 6, 2), GATES),
-}
 
 
-@pytest.mark.parametrize(("sizes", "options"), SAME.values(), ids=SAME.keys())
-def test_blocks_that_cover_everything_are_dense_attention(sizes, options):
-    layers, *heads = sizes
-    dense = dense_model(
-        *heads, num_layers=layers, head_dim=6, qkv_bias=True, normalize_qk=True, rope_base=100.0
-    )
+def test_blocks_that_cover_everything_are_dense_attention():
+    """With all branches; a model as Gemma has one alone."""
+    options = dict(num_layers=1, head_dim=6, qkv_bias=True, normalize_qk=True, rope_base=100.0)
+    dense = dense_model(6, 2, **options)
     expected = run(dense)
 
-    model = to_nsa(dense, nsa=COVERING, implementation="xla", rngs=nnx.Rngs(0), **options)
+    model = to_nsa(dense, nsa=COVERING, implementation="xla", rngs=nnx.Rngs(0), **GATES)
 
     assert np.abs(run(model) - expected).max() < 1e-5 * np.abs(expected).max()
 
@@ -107,6 +101,14 @@ def test_a_model_as_gemma_keeps_its_windows_and_all_else():
     np.testing.assert_array_equal(last.argmax(-1), written)
 
 
+def assert_copied(weights, held):
+    """Each branch has the keys and values of the dense model."""
+    for name, value in weights.items():
+        for branch in ("cmp", "slc", "win"):
+            own = re.sub("(key|value)_", rf"\1_{branch}_", name)
+            np.testing.assert_array_equal(held[own], value, own)
+
+
 def test_weights_are_those_of_the_dense_model_and_new_ones_are_drawn():
     dense = dense_model(
         num_layers=1, qkv_bias=True, normalize_qk=True, tie_embeddings=False, rope_scaling=LinearScaling(2.0)
@@ -116,10 +118,7 @@ def test_weights_are_those_of_the_dense_model_and_new_ones_are_drawn():
     model = to_nsa(dense, rngs=nnx.Rngs(7), **options)
 
     held = nn.weights(model)
-    for name, value in nn.weights(dense).items():
-        for branch in ("cmp", "slc", "win"):
-            own = re.sub("(key|value)_", rf"\1_{branch}_", name)
-            np.testing.assert_array_equal(held[own], value, own)
+    assert_copied(nn.weights(dense), held)
     assert np.std(held["layers.0.attention.compressor_key.kernel_in"]) > 0.05
     assert np.std(held["layers.0.attention.selector.key_proj.kernel"]) > 0.05
     assert not np.any(held["layers.0.attention.gate.kernel_out"])
@@ -165,11 +164,13 @@ def test_a_head_whose_pairs_cannot_be_halved_has_no_copy():
 
 
 def test_weights_are_copied_so_that_a_step_may_donate_them():
+    """Those of each of two layers."""
     dense = dense_model()
     model = to_nsa(dense, nsa=SPARSE, share_keys_values=False, rngs=nnx.Rngs(0))
 
     held, new = parameters(dense), parameters(model)
 
+    assert_copied(held, new)
     places = [value.unsafe_buffer_pointer() for value in [*held.values(), *new.values()]]
     assert len(set(places)) == len(places)
 
@@ -456,7 +457,7 @@ def test_what_matters_to_nsa_alone_does_not_matter_here(tmp_path):
     again, _ = load(tmp_path / "model", implementation="xla")
 
     assert (again.config.attention, again.config.rope_base) == ("dense", 100.0)
-    np.testing.assert_array_equal(run(again), run(dense_model(rope_base=100.0)))
+    np.testing.assert_array_equal(run(again), run(dense_model(rope_base=100.0, head_dim=4)))
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_no_model(tmp_path, monkeypatch):
