@@ -1,23 +1,9 @@
 """The example that replaces `nnx.MultiHeadAttention` by NSA runs, and both decoders learn."""
 
-import functools
-
-from flax import nnx
-from modules import abstract
-from selector_examples import Recent
-
 from examples import drop_in
 
 
 def test_both_decoders_learn(capsys, monkeypatch):
-    """With NSA of one branch, which is quick to compile; gradients of that of the page are traced alone."""
-    tokens = drop_in.jnp.zeros((4, drop_in.LENGTH + 1), int)
-    decoder = abstract(drop_in.NSADecoder)
-    gradients = nnx.eval_shape(nnx.grad(drop_in.loss_of), decoder, tokens)
-    assert gradients["attention"]["compressor_key"]
-
-    attention = functools.partial(drop_in.NSAAttention, branches=("slc",), selector=Recent)
-    monkeypatch.setattr(drop_in, "NSAAttention", attention)
     monkeypatch.setattr(drop_in, "STEPS", 8)
 
     drop_in.main([])
