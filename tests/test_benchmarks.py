@@ -57,6 +57,8 @@ SMALL = NSAConfig(
     num_selected_blocks=4,
     window_size=24,
 )
+# At the lengths that are timed `xla` compiles less where it need not look blocks up: they are half of a row.
+HALF = dataclasses.replace(SMALL, num_selected_blocks=10)
 FIELDS = {
     *("run_id", "benchmark", "operation", "implementation", "mode", "distribution", "batch", "length"),
     *("query_heads", "kv_heads", "key_dim", "value_dim", "dtype", "median_ms", "p20_ms", "p80_ms"),
@@ -72,7 +74,7 @@ def test_attention_writes_rows_of_one_run(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(gate, "check_small", lambda *_: gate.Verdict(0.5, "out"))
     command = ["--lengths", "300", "--modes", "fwd", "--output", str(path), *SIZES]
 
-    status = attention.main([*command, "--distributions", "random"], SMALL)
+    status = attention.main([*command, "--distributions", "random"], HALF)
 
     printed, summary = last_line(capsys)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -83,7 +85,7 @@ def test_attention_writes_rows_of_one_run(monkeypatch, tmp_path, capsys):
     assert rows[0]["adjacent_share"] > 0
     assert rows[0]["mean_union_4"] > 0
     assert rows[1]["adjacent_share"] is None
-    assert rows[0]["config"]["window_size"] == SMALL.window_size
+    assert rows[0]["config"]["window_size"] == HALF.window_size
     assert all(row["p20_ms"] <= row["median_ms"] <= row["p80_ms"] for row in rows)
     assert [ratio["length"] for ratio in summary["dense_over_nsa"]] == [300]
     assert "ceiling in float32: copy" in printed
@@ -823,7 +825,7 @@ def test_a_wrong_selection_by_an_indexer_has_no_speed(monkeypatch, tmp_path, cap
     monkeypatch.setattr(operations, "select_by_index", lambda *x, **more: right(-x[0], *x[1:], **more))
     command = ["--lengths", "300", "--heads", "2", "--key-dim", "8", "--budget-s", "0.01"]
 
-    status = indexer.main([*command, "--distributions", "random", "--output", str(path)], SMALL)
+    status = indexer.main([*command, "--distributions", "random", "--output", str(path)], HALF)
 
     printed, summary = last_line(capsys)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -838,7 +840,7 @@ def test_a_wrong_selection_by_an_indexer_has_no_speed(monkeypatch, tmp_path, cap
 
 
 def test_a_right_selection_by_an_indexer_is_green():
-    shape = Shape(length=300, query_heads=2, key_dim=8, value_dim=8, config=SMALL)  # as above
+    shape = Shape(length=300, query_heads=2, key_dim=8, value_dim=8, config=HALF)  # as above
 
     draw, keys = indexer.draw_index(shape, "random", "xla")
 
@@ -931,7 +933,7 @@ def test_parallel_writes_a_row_of_each_strategy(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(strategies, "check", lambda *_: gate.Verdict(0.5, "out"))  # compiles as much again
     chosen = ["--strategies", "one", "context"]
 
-    status = parallel.main([*PARALLEL, *chosen, *SIZES, "--output", str(path)], SMALL)
+    status = parallel.main([*PARALLEL, *chosen, *SIZES, "--output", str(path)], HALF)
 
     _, summary = last_line(capsys)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -955,7 +957,7 @@ def test_parallel_reports_no_speed_on_a_red_gate(monkeypatch, capsys):
     monkeypatch.setattr(strategies, "context_attention", wrong_in_batches)
 
     options = ["--strategies", "context", "--batch", "2", "--modes", "fwd_bwd"]
-    status = parallel.main([*PARALLEL, *options, *SIZES], SMALL)
+    status = parallel.main([*PARALLEL, *options, *SIZES], HALF)
 
     printed, summary = last_line(capsys)
     assert status == 1
@@ -975,7 +977,7 @@ def test_parallel_judges_the_output_alone_where_no_gradient_is_timed(monkeypatch
 
     monkeypatch.setattr(gate, "compare", spy)
 
-    status = parallel.main([*PARALLEL, "--strategies", "context", *SIZES], SMALL)
+    status = parallel.main([*PARALLEL, "--strategies", "context", *SIZES], HALF)
 
     printed, summary = last_line(capsys)
     assert (status, summary["red"]) == (1, ["context"])
@@ -1118,7 +1120,7 @@ def test_layers_write_rows_beside_the_dense_layer(monkeypatch, tmp_path, capsys)
     monkeypatch.setattr(gate, "check_program", noted)
     command = ["--lengths", "300:fwd_bwd", "--batch", "2", *LAYER]
 
-    status = attention.main([*command, "--output", str(path)], SMALL)
+    status = attention.main([*command, "--output", str(path)], HALF)
 
     printed, summary = last_line(capsys)
     layer, dense = records.read(path)
@@ -1165,7 +1167,7 @@ def test_a_layer_whose_gate_is_red_has_no_speed_and_the_dense_one_has(monkeypatc
         gate, "check_small", lambda *of: gate.Verdict(1.5 if of[0] == "layer" else 0.5, "out")
     )
 
-    status = attention.main(["--lengths", "300:fwd", *LAYER, "--output", str(path)], SMALL)
+    status = attention.main(["--lengths", "300:fwd", *LAYER, "--output", str(path)], HALF)
 
     printed, summary = last_line(capsys)
     assert status == 1
@@ -1226,7 +1228,7 @@ def test_the_selected_branch_takes_turns_with_and_without_probabilities(tmp_path
 
     monkeypatch.setattr(timing, "compile_for", kept)
 
-    status = targets.main([*TARGET_OF_BRANCH, "--output", str(path)], SMALL)
+    status = targets.main([*TARGET_OF_BRANCH, "--output", str(path)], HALF)
 
     printed, summary = last_line(capsys)
     rows = records.read(path)
@@ -1251,7 +1253,7 @@ def test_the_selected_branch_takes_turns_with_and_without_probabilities(tmp_path
     again = iter((without, dataclasses.replace(right, call=wrong)))
     monkeypatch.setattr(timing, "compile_for", lambda *_: next(again))
 
-    status = targets.main(TARGET_OF_BRANCH, SMALL)
+    status = targets.main(TARGET_OF_BRANCH, HALF)
 
     _, summary = last_line(capsys)
     assert status == 1

@@ -176,18 +176,18 @@ def language_model() -> None:
     """A model, and its losses."""
     assert_type(MODEL.per_layer, tuple[TransformerConfig, ...])
     model = Transformer(MODEL, rngs=nnx.Rngs(0))
-    prompts = jnp.ones((1, 5), jnp.int32)
+    prompts = jnp.ones((1, LENGTH), jnp.int32)
     assert_type(model(prompts), jax.Array)
     assert_type(model(prompts, distil="selected"), tuple[jax.Array, jax.Array])
     assert_type(model.loss(prompts), jax.Array)
     assert_type(model.loss(prompts, distil="dense", reduce=None), tuple[jax.Array, jax.Array])
     assert_type(model.loss(prompts, distil="dense", teacher=model), tuple[jax.Array, ...])
-    targets, outputs = next_tokens(prompts), (jnp.ones((1, 5, 64)), jnp.ones((64, 32)))
+    targets, outputs = next_tokens(prompts), (jnp.ones((1, LENGTH, 64)), jnp.ones((64, 32)))
     assert_type(targets, jax.Array)
     assert_type(token_losses(*outputs, targets), jax.Array)
     assert_type(token_divergences(*outputs, *outputs), jax.Array)
     assert_type(model.inspect(prompts), list[Selection])
-    caches = model.init_cache(1, 8)
+    caches = model.init_cache(1, LENGTH + 2)
     assert_type(caches, tuple[NSACache | DenseCache, ...])
     logits, caches = model.prefill(prompts, caches)
     assert_type(logits, jax.Array)
@@ -202,7 +202,7 @@ def language_model() -> None:
 def evaluation() -> None:
     """What a model finds."""
     model = Transformer(MODEL, rngs=nnx.Rngs(0))
-    assert_type(block_recall(model, jnp.ones((1, 5), jnp.int32)), BlockRecall)
+    assert_type(block_recall(model, jnp.ones((1, LENGTH), jnp.int32)), BlockRecall)
 
 
 # The models that write are dense, which takes less time to compile.
