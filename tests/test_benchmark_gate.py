@@ -355,8 +355,9 @@ def test_large_gradients_are_computed_branch_by_branch_and_judged_where_they_are
     assert 0 < judge().share <= 1
     assert [names for names, _ in computed] == 2 * [("query",), ("key_win", "value_win")]
     assert all(issubclass(kind, jax.Array) for _, kinds in computed for kind in kinds.values())
-    assert judge(value_win=late).where.startswith("value_win 268 to 299, row 0, KV head 1")
-    assert not judge(value_win=late).green
+    red = judge(value_win=late)
+    assert red.where.startswith("value_win 268 to 299, row 0, KV head 1")
+    assert not red.green
     assert judge(key_win=nowhere).share == np.inf
 
 

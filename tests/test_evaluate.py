@@ -52,13 +52,16 @@ class Log(list):
     __hash__, __eq__ = object.__hash__, object.__eq__
 
 
+FORGETFUL = Finder(25)  # one, as each has programs of its own
+
+
 @pytest.mark.parametrize("length", [1, 2])
 def test_a_model_that_finds_needles_of_its_last_tokens(length):
     """Of 40 tokens, the facts at depths 0, 1/4, 1/2, 3/4, 1 begin about 39, 30, 21, 12, 3 from the end."""
     task = TokenPairs(NAMES, VALUES, length=length)
     given = dict(lengths=(24, 40), depths=(0, 0.25, 0.5, 0.75, 1), asked=4, batch=3, start=[0])
 
-    found = find_needles(Finder(25), task, FILLER, **given)
+    found = find_needles(FORGETFUL, task, FILLER, **given)
 
     assert found.found[0].tolist() == [4] * 5
     assert found.found[1, 2:].tolist() == [4] * 3
@@ -86,7 +89,7 @@ def test_prompts():
     given = dict(depths=4, asked=2, batch=5, start=[3, 2], seed=1)
 
     found = find_needles(model, task, FILLER, lengths=[33], **given)
-    again = find_needles(Finder(100), task, FILLER, lengths=[33], **given)
+    again = find_needles(model, task, FILLER, lengths=[33], **given)
 
     jax.effects_barrier()
     assert {len(rows) for rows in model.prompts} == {given["batch"]}  # one program

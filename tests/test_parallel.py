@@ -223,7 +223,7 @@ def test_hessian_vector_products_of_packed_rows():
         compression_block_size=4, compression_stride=2, selection_block_size=4, num_selected_blocks=3,
         window_size=4,
     )  # fmt: skip
-    options = dict(num_kv_heads=1, config=sizes, dtype="float64", param_dtype="float64")
+    options = dict(num_kv_heads=1, head_dim=2, config=sizes, dtype="float64", param_dtype="float64")
     x, way = np.random.default_rng(0).standard_normal((2, 1, 12, 16))
     segment_ids, step = np.array([[1] * 7 + [2] * 5]), 1e-5
 
@@ -235,7 +235,7 @@ def test_hessian_vector_products_of_packed_rows():
 
     with jax.enable_x64(True):
         plain, spread = (
-            randomised(abstract(NSAAttention, 2, 16, context_axis=axis, **options), 0.3)
+            randomised(abstract(NSAAttention, 12, 16, context_axis=axis, **options), 0.3)
             for axis in (None, "context")
         )
         compiled = nnx.jit(gradient)

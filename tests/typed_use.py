@@ -109,7 +109,7 @@ def choice() -> None:
 
 
 def conversions() -> None:
-    """Indices from other forms, and checks of their values."""
+    """Indices from other forms."""
     segment_ids = convert.segment_ids_from_cu_seqlens(jnp.array([0, 24, LENGTH]), LENGTH)
     assert_type(segment_ids, jax.Array)
     ranges = jnp.array([[[[[0, 8]]]]])
@@ -117,6 +117,10 @@ def conversions() -> None:
         ranges, layout="BTKn2", query_positions=jnp.array([[30]]), config=CONFIG
     )
     assert_type(blocks, jax.Array)
+
+
+def checks() -> None:
+    """Checks of the values of indices."""
     checked = debug.checked(nsa_jax.select_blocks)
     query, key_cmp = jnp.ones((1, LENGTH, 4, 16)), jnp.ones((1, 9, 2, 16))
 
@@ -172,18 +176,18 @@ def language_model() -> None:
     """A model, and its losses."""
     assert_type(MODEL.per_layer, tuple[TransformerConfig, ...])
     model = Transformer(MODEL, rngs=nnx.Rngs(0))
-    prompts = jnp.ones((1, 5), jnp.int32)
+    prompts = jnp.ones((1, LENGTH), jnp.int32)
     assert_type(model(prompts), jax.Array)
     assert_type(model(prompts, distil="selected"), tuple[jax.Array, jax.Array])
     assert_type(model.loss(prompts), jax.Array)
     assert_type(model.loss(prompts, distil="dense", reduce=None), tuple[jax.Array, jax.Array])
     assert_type(model.loss(prompts, distil="dense", teacher=model), tuple[jax.Array, ...])
-    targets, outputs = next_tokens(prompts), (jnp.ones((1, 5, 64)), jnp.ones((64, 32)))
+    targets, outputs = next_tokens(prompts), (jnp.ones((1, LENGTH, 64)), jnp.ones((64, 32)))
     assert_type(targets, jax.Array)
     assert_type(token_losses(*outputs, targets), jax.Array)
     assert_type(token_divergences(*outputs, *outputs), jax.Array)
     assert_type(model.inspect(prompts), list[Selection])
-    caches = model.init_cache(1, 8)
+    caches = model.init_cache(1, LENGTH + 2)
     assert_type(caches, tuple[NSACache | DenseCache, ...])
     logits, caches = model.prefill(prompts, caches)
     assert_type(logits, jax.Array)
@@ -198,33 +202,43 @@ def language_model() -> None:
 def evaluation() -> None:
     """What a model finds."""
     model = Transformer(MODEL, rngs=nnx.Rngs(0))
-    assert_type(block_recall(model, jnp.ones((1, 5), jnp.int32)), BlockRecall)
+    assert_type(block_recall(model, jnp.ones((1, LENGTH), jnp.int32)), BlockRecall)
+
+
+# The models that write are dense, which takes less time to compile.
+DENSE = replace(MODEL, attention="dense")
+
+
+def sessions() -> None:
+    """Texts that go on, and back."""
+    model = prepare(Transformer(DENSE, rngs=nnx.Rngs(0)))
+    assert_type(model, Transformer)
+    prompts = jnp.ones((1, 5), jnp.int32)
+    session = start(model, prompts, max_length=64, temperature=jnp.ones(1), stop=[[1, 2]], eos_id=[3, 4])
+    assert_type(session, Session)
+    assert_type(advance(repeat(session, 1), 4), tuple[Session, Continuation])
+    session = extend(session, prompts)
+    past = checkpoint(session)
+    assert_type(past, Checkpoint)
+    assert_type(rewind_to(rewind(session, 0), past), Session)
+    assert_type(start(model, prompts, max_length=64, drafts=DraftModel(model)), Session)
 
 
 def written_text() -> None:
-    """The text that a model writes, here a dense one, which compiles in less time."""
-    model = Transformer(replace(MODEL, attention="dense"), rngs=nnx.Rngs(0))
+    """The text that a model writes."""
+    model = Transformer(DENSE, rngs=nnx.Rngs(0))
     prompts = jnp.ones((1, 5), jnp.int32)
     pairs = TokenPairs(names=[1], values=[2, 3])
-    assert_type(find_needles(model, pairs, jnp.ones(9, jnp.int32), lengths=[8]), Needles)
+    assert_type(find_needles(model, pairs, jnp.ones(9, jnp.int32), lengths=[8], batch=1), Needles)
     text = generate(model, prompts, max_new_tokens=3)
     assert_type(text, Generation)
     assert_type(text.tokens, jax.Array)
     assert_type(text.check().ended, jax.Array)
-    session = start(model, prompts, max_length=64, temperature=jnp.ones(1), stop=[[1, 2]], eos_id=[3, 4])
-    assert_type(session, Session)
-    assert_type(advance(repeat(session, 1), 4), tuple[Session, Continuation])
-    pieces = stream(extend(session, prompts), 4)
+    pieces = stream(start(model, prompts, max_length=64), 4)
     for piece in pieces:
         assert_type(piece, Piece)
         assert_type(piece.check().text, tuple[str, ...] | None)
     assert_type(aiter(pieces), AsyncIterator[Piece])
-    past = checkpoint(pieces.session)
-    assert_type(past, Checkpoint)
-    assert_type(rewind_to(rewind(pieces.session, 0), past), Session)
-    model = prepare(model)
-    assert_type(model, Transformer)
-    assert_type(start(model, prompts, max_length=64, drafts=DraftModel(model)), Session)
     batcher = Batcher(model, 2, max_length=64, tokenizer=Letters(), drafts=LookUp())
     for written in batcher.submit([1, 2], max_new_tokens=4, temperature=0.5, stop=[[1, 2], "end"]):
         assert_type(written, Written)
@@ -233,7 +247,7 @@ def written_text() -> None:
 
 
 # Traced alone, which takes no compiler.
-TRACED: tuple[Callable[[], None], ...] = (operations, choice, layers, language_model)
+TRACED: tuple[Callable[[], None], ...] = (operations, choice, checks, layers, language_model, sessions)
 RUN: tuple[Callable[[], None], ...] = (conversions, evaluation, written_text)
 
 if __name__ == "__main__":
