@@ -66,6 +66,7 @@ def test_a_reader_that_has_enough_ends_the_command_quietly():
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_machine_without_gpu_torch_and_extras_is_well():
     done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, timeout=300)
 

@@ -27,6 +27,7 @@ def test_a_layer_refuses_sharded_tokens():
     assert has_form(str(refused.value))
 
 
+@pytest.mark.slow
 def test_sharded_equals_whole():
     assert host_devices.run("explicit_axes_program.py", devices=8).count(": ok") == 12
 

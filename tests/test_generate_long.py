@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from modules import abstract, randomised
 
@@ -22,6 +23,7 @@ CONFIG = TransformerConfig(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_ten_thousand_tokens_are_those_of_one_forward():
     """Each is the one that `sample` draws, with its key, from the logits of one forward of the whole text.
 

@@ -52,6 +52,7 @@ def run_two(*arguments: str) -> list[str]:
     return [output for output, _ in found]
 
 
+@pytest.mark.slow
 def test_two_processes_do_what_one_device_does(tmp_path):
     """They train the example, and one process reads their checkpoint; then they decode.
 

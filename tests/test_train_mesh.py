@@ -16,6 +16,7 @@ from examples.train_lm.mesh import ONE_DEVICE, MeshSizes
 from examples.train_lm.settings import Settings
 
 
+@pytest.mark.slow
 def test_meshes_train_as_one_device_does_and_exchange_checkpoints(tmp_path):
     printed = host_devices.run("train_mesh_program.py", str(tmp_path), devices=16)
 

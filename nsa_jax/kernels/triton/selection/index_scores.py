@@ -168,7 +168,8 @@ def hold_queries(queries, pairs):
     held = ()
     if queries.HELD:
         for head in tl.static_range(queries.HEADS):
-            held = held + (load_head(queries, pairs, head),)  # noqa: RUF005 (Triton knows no starred tuple)
+            # Triton knows no starred tuple.
+            held = held + (load_head(queries, pairs, head),)  # type: ignore[assignment]  # noqa: RUF005
     return held
 
 
