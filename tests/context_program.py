@@ -33,7 +33,7 @@ from nsa_jax.parallel.order import Order
 FAST_TO_COMPILE = {"xla_backend_optimization_level": 0}
 TOKENS = PartitionSpec(None, "context")
 CONFIG = OVERLAPPING
-# So many heads that a device's few tokens make more rows than `xla` attends by two programs.
+# So many heads that a device's few tokens make more than 128 rows: for fewer, `xla` compiles a second way.
 BATCH, LONGEST, HEADS, KV_HEADS, DIMS = 2, 192, 12, 2, dict(key=4, value=6)
 ROTATION = Rotation.of(np.array([1.0, 0.1], np.float32))
 

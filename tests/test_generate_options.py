@@ -257,11 +257,13 @@ def test_a_row_whose_hook_excludes_all_tokens_says_so(model):
     assert state.ended.tolist() == [Ended.NOT_FINITE if end else Ended.NO for end in ends]
 
 
-def test_values_of_options_share_programs(model):
+def test_values_of_options_share_programs():
     """Also numbers of stop sequences, and of their tokens, up to the same power of two.
 
-    `_cache_size` would count arrays of NumPy and of JAX apart, though they share a program, too.
+    `_cache_size` would count arrays of NumPy and of JAX apart, though they share a program, too. The model is
+    this test's own: other tests have compiled programs of theirs.
     """
+    model = Stub()
     told(begun(model, **NOTHING), 3)
     told(begun(model, stop=[[1, 2, 3], [4], [5, 6]], eos_id=[3, 4, 7], **HOT), 3)
     programs = session._advance._cache_size()

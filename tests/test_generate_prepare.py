@@ -299,7 +299,7 @@ def test_donating_keeps_what_another_layer_still_reads():
 
 @pytest.mark.parametrize("kind", [NSAAttention, DenseAttention])
 def test_a_layer_of_the_user_s_that_follows_its_parameters_dtype(kind):
-    own = dict(branches=("slc",), selector=Recent, config=NSA)
+    own = dict(branches=("slc",), selector=IndexerConfig(dim=6), config=NSA)
     options = own if kind is NSAAttention else {}
     model = made(attention="dense")
     model.layers[0].attention = randomised(

@@ -141,7 +141,7 @@ def test_values_and_gradients_are_those_of_the_plain_computation():
 
 
 def test_own_parts_are_those_of_the_plain_computation():
-    """What attention is given, without segment ids. Gradients reach them, and have those of every layer."""
+    """What attention is given, without segment ids; gradients reach them. The rest is that of every layer."""
     x = random(ROWS, LENGTH, WIDTH)
 
     @jax.jit

@@ -62,7 +62,6 @@ def one_by_one(layers, x, target):
     return out, gradients, d_x
 
 
-@pytest.mark.usefixtures("_one_branch")
 def test_scanned_layers_compute_what_a_loop_over_them_does():
     x, target = drawn()
     with jax.enable_x64(True):

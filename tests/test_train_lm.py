@@ -33,7 +33,7 @@ from nsa_jax.model import restore
 from nsa_jax.nn import Selection
 
 STEPS = 6
-# So many heads that `xla` compiles no second attention, for a few queries.
+# So many heads that there are more than 128 rows: for fewer, `xla` compiles a second way to attend.
 TINY = f"--steps {STEPS} --batch 2 --length 32 --layers 1 --width 16 --heads 8 --warmup 2".split()
 SETTINGS = Settings(steps=STEPS, batch=2, length=32, layers=1, width=16, heads=8, warmup=2)
 

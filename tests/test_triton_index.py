@@ -41,6 +41,7 @@ SHAPES = {
     "packed": Shape(packed=True, batch=2, queries=8192, length=8192),
     "of dense heads": Shape(heads=4, dim=64, kv_heads=8, shared=False),
     "wide": Shape(128, 8, 256, "float16", weighted=True),
+    "eight heads": Shape(128, 8, 32, weighted=True),
     "odd blocks": Shape(48, 2, 96, kv_heads=3, queries=8192, length=8192),
     "float32": Shape(64, 1, 64, "float32", queries=8192, length=8192),
 }
@@ -108,7 +109,7 @@ TAUGHT = {name: shape._replace(queries=8192) for name, shape in SHAPES.items()}
 TAUGHT_CASES = {
     (90, "blocks of 64"): {SCORES, OF_QUERIES, OF_KEYS},
     (90, "float32"): {SCORES, OF_QUERIES, OF_KEYS},
-    (90, "lightning"): {OF_QUERIES, OF_KEYS},
+    (90, "lightning"): {SCORES, OF_QUERIES, OF_KEYS},
     (90, "wide"): {OF_QUERIES, OF_KEYS},
     (90, "odd blocks"): {OF_QUERIES, OF_KEYS},
     (90, "packed"): {OF_KEYS},

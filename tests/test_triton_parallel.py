@@ -33,7 +33,7 @@ ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
 def compiled() -> str:
-    """The program of a forward and a backward pass, for several H100s."""
+    """The program of a forward and a backward pass, for eight H100s."""
     mesh = triton_compile.mesh_of_h100s(context=DEVICES)
     length = 2 * DEVICES * CHUNK
 

@@ -29,6 +29,7 @@ from nsa_jax.kernels.triton.sizes import IndexSizes, SelectionSizes
 from nsa_jax.layout import Quantised, place
 
 SMALL = IndexSizes(32, 32, 4, 2, held_heads=4)
+KEYS_HELD = SMALL._replace(held_heads=1)  # of several heads
 SMALL_CHUNKS = SMALL._replace(buffer_bytes=1, key_tiles=1)
 STREAMED = IndexSizes(16, 16, 4, 2, key_tiles=2, best_columns=4)
 FREE = NSAConfig(
@@ -110,7 +111,13 @@ def check_odd_blocks():
 
 def check_negative_scale():
     _check(_plain("index negative", scale=-0.5))
-    _check(_plain("index negative weighted", scale=-0.25, num_queries=9), heads=2, weighted=True)
+    _check(
+        _plain("index negative weighted", scale=-0.25, num_queries=9),
+        SMALL,
+        KEYS_HELD,
+        heads=2,
+        weighted=True,
+    )
 
 
 def check_packed_rows():
@@ -119,7 +126,8 @@ def check_packed_rows():
         case = dataclasses.replace(cases.PACKED_ROWS, config=config, name="index packed")
         _check(case, SMALL_CHUNKS)
         anywhere = cases.BY_NAME["packed_rows_queried_anywhere"].positions
-        _check(dataclasses.replace(case, positions=anywhere), SMALL, heads=2, weighted=True)
+        case = dataclasses.replace(case, positions=anywhere)
+        _check(case, SMALL, KEYS_HELD, heads=2, weighted=True)
 
 
 def check_few_queries():
@@ -139,8 +147,10 @@ def check_quantised_keys():
         powers = 2.0 ** np.random.default_rng(0).integers(-3, 1, (*key.shape[:3], 1))
         given = Indexed(np.round(4 * given.query) / 4, key * powers, None)
         keys = Quantised(jnp.asarray(key, jnp.int8), jnp.asarray(powers[..., 0], jnp.float32))
-        found = _select(case, given._replace(key=keys), SMALL)
-        assert (found == index_cases.by_loops(case, given).blocks).all(), case.name
+        expected = index_cases.by_loops(case, given).blocks
+        for sizes in (SMALL, KEYS_HELD):
+            found = _select(case, given._replace(key=keys), sizes)
+            assert (found == expected).all(), (case.name, sizes)
 
 
 def check_what_is_not_finite_stays():
@@ -148,16 +158,18 @@ def check_what_is_not_finite_stays():
     case = _plain("index nan", batch=2, num_keys=70, num_queries=40)
     for weighted in (False, True):
         given = index_cases.draw(case, heads=2, dim=16, weighted=weighted)
-        _check_not_finite(case, given._replace(weights=-np.abs(given.weights) if weighted else None))
+        given = given._replace(weights=-np.abs(given.weights) if weighted else None)
+        for sizes in (SMALL, KEYS_HELD):
+            _check_not_finite(case, given, sizes)
 
 
-def _check_not_finite(case: cases.Case, given: Indexed) -> None:
-    plain = _select(case, given, SMALL)
+def _check_not_finite(case: cases.Case, given: Indexed, sizes: IndexSizes) -> None:
+    plain = _select(case, given, sizes)
     spoilt = given._replace(query=given.query.copy(), key=given.key.copy())
     spoilt.query[0, 5, 1] = math.nan
     spoilt.query[0, 6, 0] = math.inf
     spoilt.key[1, 50:] = math.nan
-    found = _select(case, spoilt, SMALL)
+    found = _select(case, spoilt, sizes)
     same = np.ones(plain.shape[:3], bool)
     same[0, 5, 1] = same[0, 6, 0] = False
     same[1, 50 - 30 :] = False  # these may see token 50
@@ -241,7 +253,8 @@ def check_scores_that_are_not_finite_have_no_gradient():
     given.query[0, 6, 0, :, 0] = math.inf
     given.key[1, 20] = math.nan
     given.key[1, 25:30] = math.nan
-    _check_scores(case, given, SMALL)
+    for sizes in (SMALL, KEYS_HELD):
+        _check_scores(case, given, sizes)
 
 
 def _check_chosen(case: cases.Case, spoil: bool = False, **of_index) -> None:

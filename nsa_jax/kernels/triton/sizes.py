@@ -550,7 +550,7 @@ class IndexSizes(NamedTuple):
     buffer_bytes: int = 256 * KIB * KIB
 
     def shared_bytes(self, shape: Shape) -> int:
-        """A tile that is held, the tiles of all stages, and the parts of float32 operands."""
+        """The tiles that are held, those of all stages, and the parts of float32 operands."""
         keys = max(self.keys, shape.block_columns)
         held, streamed = keys, self.pairs
         if shape.heads <= self.held_heads:

@@ -6,10 +6,11 @@ pairs has them all, and needs each tile of keys once; else its pairs are those o
 fastest. With few queries, as in a decode step, groups are short, so that enough programs share the keys of a
 row.
 
-Loop order: key tiles of the group outside, index heads inside. Where they fit, the queries of all heads are
-held, and tiles of keys stream in, `num_stages` in flight. Else the keys of a tile are held, and the queries
-of each head stream in. Maxima over the tokens of a block are taken in registers, so `PAIRS x BLOCKS`
-floats leave for `PAIRS x COLUMNS` products. Shared memory: what is held, `num_stages` tiles of what streams.
+Loop order: key tiles of the group outside, index heads inside. Of up to `held_heads` index heads
+(`sizes.INDEX`) all queries are held, and tiles of keys stream in, `num_stages` in flight. Of more, the keys
+of a tile are held, and the queries of each head stream in. Maxima over the tokens of a block are taken in
+registers, so `PAIRS x BLOCKS` floats leave for `PAIRS x COLUMNS` products. Shared memory: what is held,
+`num_stages` tiles of what streams.
 
 No token is masked. A block with a score of its own ends before the query (later blocks are local, and always
 selected), so all of its tokens are visible, and what is scored beyond is never read. Blocks whose length is
