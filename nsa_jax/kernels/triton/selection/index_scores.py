@@ -107,7 +107,7 @@ class IndexQueries(NamedTuple):
 
 
 class IndexHead(NamedTuple):
-    """A tile of queries of one index head, and the weights of the pairs, or None."""
+    """A tile of one index head: queries `[PAIRS, E]`, and the weights `[PAIRS]` of the pairs, or None."""
 
     query: Pieces
     weight: tl.tensor | None
