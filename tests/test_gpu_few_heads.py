@@ -1,4 +1,7 @@
-"""On a Hopper GPU: the selected branch in parts, for few query heads a KV head, against the oracle."""
+"""On a Hopper GPU: the selected branch against the oracle, in parts for few query heads a KV head.
+
+And in tiles where their sizes are other than those that most tests use: blocks of 128, or 192 / 128 dims.
+"""
 
 import functools
 
@@ -65,18 +68,43 @@ SHAPES = {
 }
 
 
+OF_TILES = {
+    "three_heads": dict(heads=3, kv_heads=3, key_dim=64, value_dim=64, block=128, packed=True),
+    "four_heads": dict(heads=4, block=128, length=1500),
+    "one_head": dict(heads=1, block=128),
+    "two_wide_heads": dict(heads=2, key_dim=256, value_dim=256, block=128),
+    "sixteen_heads_of_64": dict(key_dim=64, value_dim=64, block=128),
+    "six_heads": dict(heads=6, kv_heads=2),
+    "192_128": dict(key_dim=192),
+    "192_128_blocks_of_128": dict(key_dim=192, block=128),
+}
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_values_and_gradients_equal_the_oracle(name, in_parts):
     """Twice, in memory that held NaN, with the same bits; a query that chooses nothing is among them."""
     shape, part_bytes = SHAPES[name]
     in_parts(True, part_bytes)
+    kernels = check_values_and_gradients(shape)
+    assert "nsa_selected_output_parts" in kernels
+    assert "nsa_selected_gradient_parts" in kernels
+    assert "nsa_selected_forward" not in kernels
+
+
+@pytest.mark.parametrize("name", OF_TILES)
+def test_tiles_equal_the_oracle(name, in_parts):
+    """As above."""
+    in_parts(False)
+    kernels = check_values_and_gradients(OF_TILES[name])
+    assert "nsa_selected_forward" in kernels
+    assert "nsa_selected_key_gradients" in kernels
+
+
+def check_values_and_gradients(shape):
+    """Runs the shape, and returns the text of what ran."""
     arrays, _, gradients = problem(**shape)
     oracle = jax.jit(functools.partial(gradients, reference.selected_attention))
     ours = jax.jit(functools.partial(gradients, triton))
-    text = str(jax.make_jaxpr(ours)(*arrays))
-    assert "nsa_selected_output_parts" in text
-    assert "nsa_selected_gradient_parts" in text
-    assert "nsa_selected_forward" not in text
     found, same = ours(*arrays), oracle(*arrays)
     exact = oracle(*(x.astype(jnp.float32) for x in arrays))
 
@@ -87,6 +115,7 @@ def test_values_and_gradients_equal_the_oracle(name, in_parts):
     poison_memory()
     again = ours(*arrays)
     assert all((x == y).all() for x, y in zip(found, again, strict=True))
+    return str(jax.make_jaxpr(ours)(*arrays))
 
 
 @pytest.mark.parametrize("name", SHAPES)

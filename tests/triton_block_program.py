@@ -58,22 +58,33 @@ class Case(NamedTuple):
     scale: float = 0.3
     peel: bool = True
     num_stages: int = 2  # of the gradients of the keys
+    keys_first: bool = True  # there
 
 
 CASES = {
     "one_head": Case(1, weighted=True),
     "two_heads_split_blocks": Case(2, 48, 16, item=5, rows=32, previous=True),
     "six_heads_seven_slots": Case(6, 16, 48, slots=7, item=7, weighted=True, num_keys=33),
-    "sixteen_heads": Case(16, 32, 16, rows=64, weighted=True, previous=True, item=9, peel=False),
+    "sixteen_heads": Case(
+        16, 32, 16, rows=64, weighted=True, previous=True, item=9, peel=False, keys_first=False
+    ),
     "block_of_two_steps": Case(2, block=32, batch=2, item=6, positions="last", num_keys=49),
     "packed": Case(2, packed=True, num_keys=75, item=4, weighted=True, rows=32),
     "empty_tiles": Case(2, block=32, slots=2, item=4, empty=True),
     "packed_anywhere": Case(
-        6, packed=True, batch=2, num_keys=75, positions="shuffled", item=5, rows=64, peel=False
+        6,
+        packed=True,
+        batch=2,
+        num_keys=75,
+        positions="shuffled",
+        item=5,
+        rows=64,
+        peel=False,
+        keys_first=False,
     ),
     "anywhere": Case(3, positions="shuffled", kv_heads=2, block=32, slots=2, item=4, num_stages=3),
     "more_slots_than_blocks": Case(2, slots=9, num_keys=30, scale=-0.4),
-    "repeated": Case(2, item=20, num_keys=100, repeated=True),
+    "repeated": Case(2, item=20, num_keys=100, repeated=True, keys_first=False),
     "nothing": Case(4, positions="none", num_keys=20, peel=False),
     "one_query": Case(16, positions="one", num_keys=40, kv_heads=2),
     "fewer_keys_than_a_block": Case(2, num_keys=5, block=32, slots=1, keys=32, rows=32),
@@ -161,7 +172,7 @@ def program(case: Case, way: str, *, repair: bool):
             case.rows, case.keys, 4, 1, peel=case.peel
         ),
         id(selected.SELECTED_KEY_GRADIENTS): SelectedKeySizes(
-            case.rows, case.keys, 4, case.num_stages, case.item
+            case.rows, case.keys, 4, case.num_stages, case.item, case.keys_first
         ),
     }
     asked = 3.5 if way in ("few", "many") else 4

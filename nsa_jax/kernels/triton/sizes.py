@@ -10,6 +10,7 @@ Does not import Triton.
 """
 
 import dataclasses
+from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from nsa_jax.kernels.triton.dims import padded_heads
@@ -20,6 +21,7 @@ ALL, BEFORE_HOPPER = (AMPERE, ADA, HOPPER), (AMPERE, ADA)
 
 HEADS_OF_AN_INDEX = "docs/kernel_log.md, several index heads"
 FEW_HEADS = "docs/kernel_log.md, few heads"  # what chose most rows for up to 4 query heads a KV head
+KEYS_AS_ROWS = "docs/kernel_log.md, keys as rows, and blocks of 128"
 
 # Shared memory that one program may have.
 SHARED_BYTES = {AMPERE: 163 * KIB, ADA: 99 * KIB, HOPPER: 227 * KIB}
@@ -56,6 +58,11 @@ class Shape(NamedTuple):
         """Key and value dim together."""
         return self.key_dim + self.value_dim
 
+    @property
+    def long_blocks(self) -> bool:
+        """Whether a selection block has at least 128 tokens."""
+        return self.block_size >= 128
+
     def rows(self, wanted: int) -> int:
         """Rows of a tile of queries: at least 16, and at least the padded heads of one token."""
         return max(wanted, 16, padded_heads(self.heads))
@@ -84,6 +91,7 @@ class Bounds(NamedTuple):
     from_0: bool | None = None
     gated: bool | None = None
     blackwell: bool | None = None
+    long_blocks: bool | None = None
 
     def hold(self, shape: Shape) -> bool:
         """Whether the row is for calls of this shape."""
@@ -98,6 +106,7 @@ class Bounds(NamedTuple):
             and self.from_0 in (None, shape.from_0)
             and self.gated in (None, shape.gated)
             and self.blackwell in (None, shape.blackwell)
+            and self.long_blocks in (None, shape.long_blocks)
         )
 
 
@@ -314,6 +323,11 @@ class SelectedGradientSizes(SelectedQuerySizes):
 
 _F = SelectedForwardSizes
 SELECTED_FORWARD = (
+    Row(Bounds(heads=1, largest_dim=128, long_blocks=True), _F(32, 128, 2, 1), KEYS_AS_ROWS),
+    Row(Bounds(heads=64, largest_dim=64, long_blocks=True), _F(64, 128, 4, 1, 128), KEYS_AS_ROWS),
+    Row(Bounds(heads=64, largest_dim=192, value_dim=128, long_blocks=True),
+        _F(64, 128, 4, 1, 168), KEYS_AS_ROWS),
+    Row(Bounds(heads=4, smallest_dim=256, long_blocks=True), _F(64, 128, 4, 1), KEYS_AS_ROWS),
     Row(Bounds(heads=1, largest_dim=128), _F(32, 64, 1, 1), "h100_1_head_per_kv_head"),
     Row(Bounds(heads=1), _F(32, 64, 2, 1), "other dims"),
     Row(Bounds(heads=64, value_dim=128), _F(64, 64, 4, 1, 128), "h100_long, h100_192_128"),
@@ -332,9 +346,20 @@ SELECTED_FORWARD = (
     Row(Bounds(ALL, 4), _F(16, 16, 8, 1, peel=False), "compiled"),
 )  # fmt: skip
 
+
+def weighing_registers(sizes: SelectedForwardSizes, heads: int) -> int | None:
+    """Most registers of a thread of the forward that also gives the probabilities of slots.
+
+    At 128 it spills with many heads or steps of 128 keys. With 64 / 4 heads of 128 at 64k tokens (R) they
+    then add 24 % to the kernel's time, at 168 just 6 %.
+    """
+    return 168 if sizes.registers == 128 and (heads > 4 or sizes.keys > 64) else sizes.registers
+
+
 _G = SelectedGradientSizes
 SELECTED_QUERY_GRADIENT = (
     Row(Bounds(heads=1), _G(32, 32, 2, 2), "h100_1_head_per_kv_head"),
+    Row(Bounds(heads=4, largest_dim=64, long_blocks=True), _G(64, 64, 4, 2, 168), KEYS_AS_ROWS),
     Row(Bounds(heads=64, largest_dim=128), _G(64, 64, 4, 2), "h100_long"),
     Row(Bounds(heads=64, dims=320), _G(64, 32, 4, 3), "h100_192_128"),
     Row(Bounds(heads=64, dims=384), _G(64, 32, 4, 2), "other dims"),
@@ -369,6 +394,7 @@ class SelectedKeySizes(NamedTuple):
       num_stages: steps whose loads are in flight. From 3 on, tokens are loaded a step early, so that rows can
         be loaded two steps early; at 2, Triton issues the loads at the end of the step before.
       item: most queries of a program; None chooses by heads.
+      keys_first: whether logits are held with keys as rows, so that no product needs them transposed.
     """
 
     rows: int
@@ -376,22 +402,27 @@ class SelectedKeySizes(NamedTuple):
     num_warps: int
     num_stages: int
     item: int | None = None
+    keys_first: bool = False
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Rows of all stages, twice the logits, and with wgmma keys and values (else in registers)."""
+        """Rows of all stages, with wgmma keys and values (else in registers), twice logits to transpose."""
         rows, keys = shape.rows(self.rows), min(self.keys, shape.block_size)
         if shape.float_bytes == 4:
             return (rows + keys) * shape.dims * shape.operand_bytes()
         held = keys * shape.dims if shape.gpu == HOPPER else 0
-        return (self.num_stages * rows * shape.dims + held + 2 * rows * keys) * shape.float_bytes
+        beside = SCALAR_BYTES if self.keys_first else 2 * rows * keys * shape.float_bytes
+        return (self.num_stages * rows * shape.dims + held) * shape.float_bytes + beside
 
 
+SCALAR_BYTES = 4 * KIB  # beside tiles: numbers of rows, which change their register layout, as compiled
 _B = SelectedKeySizes
+_KEYS_FIRST = partial(SelectedKeySizes, keys_first=True)
 SELECTED_KEY_GRADIENTS = (
-    # 128 rows spill a little but are still faster: 6.5 ms instead of 7.5.
-    Row(Bounds(dims=128), _B(128, 64, 4, 2), "h100_4_heads_per_kv_head, other dims"),
-    Row(Bounds(dims=256), _B(64, 64, 4, 2), "h100_long"),
-    Row(Bounds(dims=256), _B(64, 64, 4, 1), "compiled"),
+    Row(Bounds(heads=4, dims=128, long_blocks=True), _KEYS_FIRST(32, 128, 4, 2), KEYS_AS_ROWS),
+    Row(Bounds(dims=128), _KEYS_FIRST(128, 64, 4, 2), KEYS_AS_ROWS),
+    Row(Bounds(dims=256), _KEYS_FIRST(64, 64, 4, 3), KEYS_AS_ROWS),
+    Row(Bounds(dims=256), _KEYS_FIRST(64, 64, 4, 1), "compiled"),
+    Row(Bounds(heads=32, dims=320), _KEYS_FIRST(32, 64, 4, 2), KEYS_AS_ROWS),
     Row(Bounds(heads=32, dims=384), _B(32, 64, 4, 2), "h100_192_128, other dims"),
     Row(Bounds(heads=4), _B(128, 64, 8, 1), FEW_HEADS),
     Row(Bounds(), _B(32, 64, 8, 2), "other dims"),
@@ -589,7 +620,8 @@ def chosen_gradient_tile(dim: int) -> tuple[int, int]:
 INDEX_CONVERSION_BYTES = 2 * KIB  # beside tiles: block maxima of a tile, as compiled
 _I = IndexSizes
 INDEX = (
-    Row(Bounds(heads=1), _I(128, 128, 8, 2), "compiled"),  # two programs share an SM; of three stages, one
+    # Two programs share an SM; of three stages, one.
+    Row(Bounds(heads=1), _I(128, 128, 8, 2), HEADS_OF_AN_INDEX),
     Row(Bounds(heads=4, largest_dim=64), _I(64, 128, 4, 3, held_heads=4), HEADS_OF_AN_INDEX),
     Row(Bounds(heads=8, largest_dim=32), _I(64, 128, 4, 3, held_heads=8), HEADS_OF_AN_INDEX),
     Row(Bounds(largest_dim=128), _I(64, 128, 4, 2), HEADS_OF_AN_INDEX),

@@ -3,7 +3,11 @@
 Source: the gradients of Eq. 12. grid = (items, block / keys): an item is up to `item` of the queries that
 chose one block (`lists.items`), and a program takes one item and `keys` keys of the block. It holds these
 keys, their values and both gradients. Each step gathers `rows` rows: a few tokens times the query heads of
-the KV head, whose `G H` numbers are contiguous for each token.
+the KV head, whose `G H` numbers are contiguous for each token. Where heads do not divide the rows of a step,
+a token may have its heads in two steps, so no row is padding.
+
+With `keys_first`, logits have keys as rows. So probabilities and their gradients, which multiply from the
+left, stay in registers; with queries as rows they are transposed in shared memory.
 
 Why this order: the two sums stay in registers. Items are ordered by KV head and block, and tokens ascend in
 an item, so programs that run at the same time read the same queries from L2. Queries that do not see the
@@ -14,10 +18,12 @@ No atomics: each item of a block with several items stores float32 partial sums.
 them into `d_key` and `d_value`, which already hold the blocks with one item. So all runs give the same bits.
 
 Registers: `keys (H + V + 2 rows) / 128` floats a thread at 4 warps (192 at 64 keys, 64 rows, 128/128). Shared
-memory: `(stages rows (H + V) + keys (H + V) + 2 rows keys) itemsize` (112 KB in bfloat16 at two stages, so
-two programs per SM). Partial sums: `4 block (H + V)` bytes a slot, at most `2 P / item` slots for
-`P = B K T R` pairs of a query and a block (0.27 GB at 64k tokens and items of 2048). Floor at 64k, 16 blocks
-of 64, 64 heads, 128/128: 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; bytes from L2: `2 G (H + V)` a pair, 34 GB.
+memory: `(stages rows + keys) (H + V) itemsize` (96 KB in bfloat16 at two stages, so two programs per SM),
+and `2 rows keys itemsize` for what is transposed.
+Partial sums: `4 block (H + V)` bytes a slot, at most `2 P / item` slots for `P = B K T R` pairs of a query
+and a block (0.27 GB at 64k tokens and items of 2048).
+Floor at 64k, 16 blocks of 64, 64 heads, 128/128: 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; bytes from L2:
+`2 G (H + V)` a pair, 34 GB.
 """
 
 from typing import Any, NamedTuple
@@ -87,8 +93,9 @@ def selected_key_gradients(
              like(query, (partials, block_size, value_dim), "float32"), like(key), like(value)),
         grid=(items.items.shape[0], block_size // keys), num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
-        num_queries=num_queries, num_keys=num_keys, FIELDS=ITEM_FIELDS, G=heads, PADDED_G=padded_heads(heads),
-        TOKENS=tokens_of(sizes.rows, heads), KEYS=keys, SCALE=float(scale), PRECISION=precision(query.dtype),
+        num_queries=num_queries, num_keys=num_keys, FIELDS=ITEM_FIELDS, G=heads,
+        ROWS=tokens_of(sizes.rows, heads) * padded_heads(heads), KEYS=keys,
+        KEYS_FIRST=sizes.keys_first, SCALE=float(scale), PRECISION=precision(query.dtype),
         WIDE=num_queries * num_heads * max(key_dim, value_dim) >= 2**31, **dims,
     )  # fmt: skip
 
@@ -136,17 +143,17 @@ class KeyTile(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """The arrays from which the rows of a list of tokens are gathered.
+    """The arrays from which the rows of an item are gathered: row `i` is head `i % G` of pair `i // G`.
 
     Attributes:
       query, d_out, lse, delta, gate: one row for each token and head; gate is None where it is 1.
       last_keys: last key that each query of the batch row sees.
       tokens: the token of each pair of a query and a block, see `BlockItems`.
+      first, end: the item's pairs.
       first_row: row of the batch row's first token and the KV head's first query head.
       NUM_HEADS: N.
       G: query heads of a KV head.
-      PADDED_G: heads of a tile for each token.
-      TOKENS: tokens of a step.
+      ROWS: rows of a step.
       KEY, VALUE: `Dim` of keys and values.
       WIDE: whether offsets within a row of the batch need 64 bits.
     """
@@ -158,11 +165,12 @@ class Gathered(NamedTuple):
     gate: tl.tensor | None
     last_keys: tl.tensor
     tokens: tl.tensor
+    first: tl.tensor
+    end: tl.tensor
     first_row: tl.tensor
     NUM_HEADS: tl.constexpr
     G: tl.constexpr
-    PADDED_G: tl.constexpr
-    TOKENS: tl.constexpr
+    ROWS: tl.constexpr
     KEY: tl.constexpr
     VALUE: tl.constexpr
     WIDE: tl.constexpr
@@ -170,37 +178,53 @@ class Gathered(NamedTuple):
 
 @triton.jit
 def _add_steps(
-    sums, held, source, first, last, end,
-    SCALE: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr,
+    sums, held, source, low, high, SCALE: tl.constexpr, PRECISION: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Adds the pairs `first .. last - 1` of the list to the sums; pairs from `end` on do not exist."""
-    r = tl.arange(0, source.TOKENS * source.PADDED_G)
-    head = r % source.PADDED_G
-    for i in tl.range(first, last, source.TOKENS):
-        at = i + r // source.PADDED_G
-        token = tl.load(source.tokens + at, mask=at < end, other=0)
-        inside = (at < end) & (head < source.G)
+    """Adds the rows `low .. high - 1` of the item to the sums; `low` begins a step."""
+    ROW_AXIS: tl.constexpr = 0 if KEYS_FIRST else 1
+    r = tl.arange(0, source.ROWS)
+    for i in tl.range(low, high, source.ROWS):
+        if source.ROWS % source.G == 0:  # the same heads in each step
+            pair = source.first + i // source.G + r // source.G
+            head = r % source.G
+        else:
+            pair = source.first + (i + r) // source.G
+            head = (i + r) % source.G
+        inside = pair < source.end
+        token = tl.load(source.tokens + pair, mask=inside, other=0)
         if source.WIDE:
             token = token.to(tl.int64)
         rows = Rows(source.first_row, token * source.NUM_HEADS + head, inside)
         q = load_rows(source.query, rows, source.KEY)
         d_out = load_rows(source.d_out, rows, source.VALUE)
-        logits = inner(q, held.k, PRECISION)
-        dp = inner(d_out, held.v, PRECISION)
-        p = tl.exp2(logits * (SCALE * LOG2_E) - load_lse(source.lse, rows)[:, None])
+        if KEYS_FIRST:
+            logits = inner(held.k, q, PRECISION)
+            dp = inner(held.v, d_out, PRECISION)
+        else:
+            logits = inner(q, held.k, PRECISION)
+            dp = inner(d_out, held.v, PRECISION)
+        lse_2 = tl.expand_dims(load_lse(source.lse, rows), ROW_AXIS)
+        p = tl.exp2(logits * (SCALE * LOG2_E) - lse_2)
         if CAUSAL:
-            row = tl.load(source.last_keys + token, mask=inside, other=-1)
-            p = tl.where(held.rows[None, :] <= row[:, None], p, 0.0)
-        shift = tl.load(source.delta + rows.first + rows.offset, mask=inside, other=0.0)[:, None]
+            last_key = tl.load(source.last_keys + token, mask=inside, other=-1)
+            seen = tl.expand_dims(held.rows, 1 - ROW_AXIS) <= tl.expand_dims(last_key, ROW_AXIS)
+            p = tl.where(seen, p, 0.0)
+        at = rows.first + rows.offset
+        shift = tl.expand_dims(tl.load(source.delta + at, mask=inside, other=0.0), ROW_AXIS)
         if source.gate is not None:
-            gate = tl.load(source.gate + rows.first + rows.offset, mask=inside, other=0.0)[:, None]
+            gate = tl.expand_dims(tl.load(source.gate + at, mask=inside, other=0.0), ROW_AXIS)
             weighted = (p * gate).to(d_out.first.dtype)
             dp = dp * gate
         else:
             weighted = p.to(d_out.first.dtype)
-        dv = add_product(tl.trans(weighted), d_out, sums.dv, PRECISION)
+        if not KEYS_FIRST:
+            weighted = tl.trans(weighted)
+        dv = add_product(weighted, d_out, sums.dv, PRECISION)
         ds = (p * (dp - shift)).to(q.first.dtype)
-        sums = KeyGradients(add_product(tl.trans(ds), q, sums.dk, PRECISION), dv)
+        if not KEYS_FIRST:
+            ds = tl.trans(ds)
+        sums = KeyGradients(add_product(ds, q, sums.dk, PRECISION), dv)
     return sums
 
 
@@ -208,7 +232,7 @@ def _add_steps(
 def selected_key_gradients_kernel(
     query, key, value, tokens, items, last_keys, lse, delta, d_out, gate, part_key, part_value, d_key,
     d_value, num_queries, num_keys, FIELDS: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
-    G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
+    G: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -232,14 +256,16 @@ def selected_key_gradients_kernel(
     keys = Rows((b * num_keys + start) * KV_HEADS + kv_head, n * KV_HEADS, start + n < num_keys)
     held = KeyTile(load_rows(key, keys, KEY), load_rows(value, keys, VALUE), start + n)
     source: tl.constexpr = Gathered(
-        query, d_out, lse, delta, gate, last_keys + b * num_queries, tokens,
+        query, d_out, lse, delta, gate, last_keys + b * num_queries, tokens, first, end,
         first_row=b * num_queries * (KV_HEADS * G) + kv_head * G,
-        NUM_HEADS=KV_HEADS * G, G=G, PADDED_G=PADDED_G, TOKENS=TOKENS, KEY=KEY, VALUE=VALUE, WIDE=WIDE,
+        NUM_HEADS=KV_HEADS * G, G=G, ROWS=ROWS, KEY=KEY, VALUE=VALUE, WIDE=WIDE,
     )  # fmt: skip
     sums = KeyGradients(zeros(KEYS, KEY), zeros(KEYS, VALUE))
-    middle = first + tl.cdiv(masked - first, TOKENS) * TOKENS
-    sums = _add_steps(sums, held, source, first, middle, end, SCALE, PRECISION, CAUSAL=True)
-    sums = _add_steps(sums, held, source, middle, end, end, SCALE, PRECISION, CAUSAL=False)
+    middle = tl.cdiv((masked - first) * G, ROWS) * ROWS
+    sums = _add_steps(sums, held, source, 0, middle, SCALE, PRECISION, KEYS_FIRST, CAUSAL=True)
+    sums = _add_steps(
+        sums, held, source, middle, (end - first) * G, SCALE, PRECISION, KEYS_FIRST, CAUSAL=False
+    )
     dk = scaled(sums.dk, SCALE)
     if slot < 0:
         mine = Rows(keys.first, keys.offset, start + n < limit)

@@ -87,6 +87,7 @@ def selected_query_gradient(
         lists.starts, lists.members, lists.counts, lists.unmasked, lists.rows,
         *given, out=(like(query), like(given.lse), like(given.lse)),
         grid=(tiles, batch * num_kv_heads), num_warps=sizes.num_warps, num_stages=sizes.num_stages,
+        registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, ENTRIES=size,
         KV_HEADS=num_kv_heads, G=heads, PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=keys,
         STEPS=block_size // keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),

@@ -42,12 +42,8 @@ from nsa_jax.kernels.triton.loading import (
 )
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, precision, scaled
 from nsa_jax.kernels.triton.selected.unions import UnionLists
-from nsa_jax.kernels.triton.sizes import SelectedForwardSizes
+from nsa_jax.kernels.triton.sizes import SelectedForwardSizes, weighing_registers
 from nsa_jax.kernels.triton.softmax import Softmax, add_keys, natural_lse, no_keys
-
-# Of a thread, with the probabilities. At 128 it spills 68 bytes, and they add 24 % to the kernel's time; at
-# 168 they add 6 % (64 / 4 heads of 128, 64k tokens, R; in C 26 and 23 %).
-WEIGHING_REGISTERS = 168
 
 
 class Selections(NamedTuple):
@@ -96,7 +92,7 @@ def attend_selected(
     out = [like(query, (*query.shape[:3], value_dim)), like(query, query.shape[:3], "float32")]
     registers, more = sizes.registers, dict[str, Any](probabilities=None, R=0, PADDED_R=0)
     if selections is not None:
-        registers = WEIGHING_REGISTERS if registers == 128 else registers
+        registers = weighing_registers(sizes, heads)
         out.append(like(query, selections.blocks.shape, "float32"))
         slots = selections.blocks.shape[3]
         more = dict(R=slots, PADDED_R=triton.next_power_of_2(slots))
