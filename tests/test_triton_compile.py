@@ -5,6 +5,8 @@ turns their PTX into machine code and says what that needs.
 """
 
 import collections
+import dataclasses
+import functools
 import re
 import types
 from typing import NamedTuple
@@ -168,8 +170,9 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
         "nsa_window_forward": 104,
         "nsa_window_key_gradients": 8,
     },
+    # The key gradients are faster so than without spills, by 3 to 25 %.
     (90, "main"): {
-        "nsa_selected_key_gradients": 44,
+        "nsa_selected_key_gradients": 76,
     },
     (100, "main"): {
         "nsa_importance": 256,
@@ -181,7 +184,7 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (90, "192/128"): {
         "nsa_selected_forward": 16,
-        "nsa_selected_key_gradients": 16,
+        "nsa_selected_key_gradients": 64,
         "nsa_window_forward": 52,
     },
     (90, "256"): {
@@ -203,7 +206,7 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (90, "64 heads"): {
         "nsa_selected_recompute_forward": 8,
-        "nsa_selected_key_gradients": 24,
+        "nsa_selected_key_gradients": 88,
         "nsa_window_key_gradients": 152,
     },
     (90, "128 wide heads"): {
@@ -335,6 +338,25 @@ def test_few_wide_heads_become_machine_code(capability, own, spilled):
         assert kernel.spill_bytes <= spilled, (kernel.name, kernel.spill_bytes)
     traced = triton_compile.traced(two_branches, *shape, capability=capability)
     assert ("nsa_selected_gradient_parts" in traced) == (capability == 90)
+
+
+@pytest.mark.parametrize(("shape", "spilled"), [(Shape(3, 64, 64, "bfloat16"), 16), (MAIN, 40)], ids=str)
+def test_kernels_of_long_blocks_become_machine_code(shape, spilled):
+    config = dataclasses.replace(CONFIG, selection_block_size=128)
+
+    def attend(query, _, __, key, value, *rest):
+        blocks = jnp.zeros((1, LENGTH, key.shape[2], config.num_selected_blocks), jnp.int32)
+        settings = dict(block_indices=blocks, config=config, implementation="triton")
+        selected = functools.partial(attention.selected_attention, **settings)
+        out, pull_back = jax.vjp(lambda *arrays: selected(*arrays).out, query, key, value)
+        return pull_back(out)
+
+    found = triton_kernels.compiled(attend, *operands(shape), capability=90, but=EVERY - SELECTED)
+
+    assert {kernel.name for kernel in found} == SELECTED
+    for kernel in found:
+        assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[90], kernel.name
+        assert kernel.spill_bytes <= spilled, kernel._replace(ptx="")
 
 
 def test_kernels_of_short_rows_become_machine_code():
