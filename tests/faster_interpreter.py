@@ -25,6 +25,8 @@ _block_types: dict = {}  # attributes of a type, by name and shape
 _blocks: dict = {}  # type, shape and size of a tensor, by name and shape
 _seen: set = set()
 _COMMON = {"int32": np.int32, "int64": np.int64, "fp32": np.float32}  # types of nearly all operands
+# What may stand to the right of a type that the result then has, by Triton's rules as by NumPy's.
+_TAKES = {"int32": ("int32",), "int64": ("int64", "int32"), "fp32": ("fp32",), "int1": ("int1",)}
 
 
 def patch_language(function) -> object:
@@ -110,14 +112,14 @@ def _fits(number, dtype: tl.dtype) -> bool:
 
 
 def _operator(name: str, function, dtypes: tuple[str, ...], result: tl.dtype | None = None) -> None:
-    """Operands of one type go to NumPy, which broadcasts as Triton does; all others to Triton's own."""
+    """Operands of common types go to NumPy, which broadcasts as Triton does; all others to Triton's own."""
     slow = getattr(tl.tensor, name)
     is_reversed = name.startswith("__r") and name != "__rshift__"
 
     def call(left, right):
         dtype = left.dtype
         if type(right) is tl.tensor:
-            known, other = right.dtype.name == dtype.name, right.handle.data
+            known, other = right.dtype.name in _TAKES.get(dtype.name, ()), right.handle.data
         else:
             other = right.value if type(right) is tl.constexpr else right
             known = _fits(other, dtype)
@@ -154,10 +156,15 @@ def _install_operators() -> None:
 
     def add_or_move(left, right):
         """A pointer moves by whole elements."""
-        if type(right) is not tl.tensor or not left.dtype.is_ptr() or right.dtype.name not in integers:
+        if not left.dtype.is_ptr():
             return add(left, right)
-        size = max(1, left.dtype.element_ty.primitive_bitwidth // 8)
-        data = left.handle.data + size * right.handle.data.astype(np.uint64)
+        if type(right) is tl.tensor and right.dtype.name in integers:
+            steps = right.handle.data.astype(np.uint64)
+        elif type(right) is int and right >= 0:
+            steps = right
+        else:
+            return add(left, right)
+        data = left.handle.data + max(1, left.dtype.element_ty.primitive_bitwidth // 8) * steps
         return _make(data, left.dtype, _is_block(left) or _is_block(right))
 
     def index(x, at):
