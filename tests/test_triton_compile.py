@@ -170,9 +170,8 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
         "nsa_window_forward": 104,
         "nsa_window_key_gradients": 8,
     },
-    # The key gradients are faster so than without spills, by 3 to 25 %.
     (90, "main"): {
-        "nsa_selected_key_gradients": 76,
+        "nsa_selected_key_gradients": 76,  # with 32 rows they take 29 % longer
     },
     (100, "main"): {
         "nsa_importance": 256,
@@ -340,8 +339,19 @@ def test_few_wide_heads_become_machine_code(capability, own, spilled):
     assert ("nsa_selected_gradient_parts" in traced) == (capability == 90)
 
 
-@pytest.mark.parametrize(("shape", "spilled"), [(Shape(3, 64, 64, "bfloat16"), 16), (MAIN, 40)], ids=str)
-def test_kernels_of_long_blocks_become_machine_code(shape, spilled):
+@pytest.mark.parametrize(
+    ("capability", "shape", "own", "spilled"),
+    [
+        (90, Shape(3, 64, 64, "bfloat16"), SELECTED, 16),
+        (100, Shape(3, 64, 64, "bfloat16"), SELECTED, 0),
+        (90, MAIN, {"nsa_selected_forward"}, 0),
+        (90, Shape(1, 192, 128, "bfloat16"), {"nsa_selected_forward"}, 0),
+        (90, Shape(2, 256, 256, "bfloat16"), {"nsa_selected_forward"}, 0),
+    ],
+    ids=str,
+)
+def test_kernels_of_long_blocks_become_machine_code(capability, shape, own, spilled):
+    """Most steps have 128 keys; the key gradients of 3 heads spill a little and are still faster."""
     config = dataclasses.replace(CONFIG, selection_block_size=128)
 
     def attend(query, _, __, key, value, *rest):
@@ -351,11 +361,11 @@ def test_kernels_of_long_blocks_become_machine_code(shape, spilled):
         out, pull_back = jax.vjp(lambda *arrays: selected(*arrays).out, query, key, value)
         return pull_back(out)
 
-    found = triton_kernels.compiled(attend, *operands(shape), capability=90, but=EVERY - SELECTED)
+    found = triton_kernels.compiled(attend, *operands(shape), capability=capability, but=EVERY - own)
 
-    assert {kernel.name for kernel in found} == SELECTED
+    assert {kernel.name for kernel in found} == own
     for kernel in found:
-        assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[90], kernel.name
+        assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[capability], kernel.name
         assert kernel.spill_bytes <= spilled, kernel._replace(ptx="")
 
 

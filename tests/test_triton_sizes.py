@@ -1,12 +1,24 @@
 """Into how many pieces calls of few heads are cut: by their own numbers, without a GPU."""
 
+import itertools
+
 import pytest
 
 WHERE = "installed by `tox -e test`; not a dependency of nsa_jax"
 pytest.importorskip("jax_triton", reason=f"needs jax-triton, {WHERE}", exc_type=ImportError)
 
+from nsa_jax.kernels.triton.dims import tokens_of  # noqa: E402
 from nsa_jax.kernels.triton.ranges.backward_key import choose_segments  # noqa: E402
-from nsa_jax.kernels.triton.sizes import FULL_ITEMS, fitting_item, item_queries  # noqa: E402
+from nsa_jax.kernels.triton.sizes import (  # noqa: E402
+    ALL,
+    FULL_ITEMS,
+    SELECTED_FORWARD,
+    SELECTED_QUERY_GRADIENT,
+    Shape,
+    choose_sizes,
+    fitting_item,
+    item_queries,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,3 +55,13 @@ def test_an_item_is_halved_until_there_are_enough():
     assert fitting_item(1024, 1024 * FULL_ITEMS - 1, least=512) == 512
     assert fitting_item(1024, 1, least=512) == 512
     assert fitting_item(16, 1, least=512) == 16  # of a test
+
+
+@pytest.mark.parametrize("table", [SELECTED_FORWARD, SELECTED_QUERY_GRADIENT], ids=["forward", "gradient"])
+def test_a_tile_has_no_more_tokens_than_a_list_of_blocks_takes(table):
+    heads, dims, blocks = (1, 2, 3, 16, 64, 128), (64, 96, 128, 192, 256), (64, 128)
+    for gpu, float_bytes, count, key, value, block in itertools.product(
+        ALL, (2, 4), heads, dims, dims, blocks
+    ):
+        sizes = choose_sizes(table, Shape(gpu, float_bytes, count, key, value, block_size=block))
+        assert tokens_of(sizes.rows, count) <= 32, (gpu, float_bytes, count, key, value, block)

@@ -69,7 +69,7 @@ CASES = {
         16, 32, 16, rows=64, weighted=True, previous=True, item=9, peel=False, keys_first=False
     ),
     "block_of_two_steps": Case(2, block=32, batch=2, item=6, positions="last", num_keys=49),
-    "packed": Case(2, packed=True, num_keys=75, item=4, weighted=True, rows=32),
+    "packed": Case(3, packed=True, num_keys=75, item=4, weighted=True, rows=32),
     "empty_tiles": Case(2, block=32, slots=2, item=4, empty=True),
     "packed_anywhere": Case(
         6,

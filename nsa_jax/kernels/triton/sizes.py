@@ -324,14 +324,14 @@ class SelectedGradientSizes(SelectedQuerySizes):
 _F = SelectedForwardSizes
 SELECTED_FORWARD = (
     Row(Bounds(heads=1, largest_dim=128, long_blocks=True), _F(32, 128, 2, 1), KEYS_AS_ROWS),
+    Row(Bounds(heads=1, largest_dim=128), _F(32, 64, 1, 1), "h100_1_head_per_kv_head"),
+    Row(Bounds(heads=1), _F(32, 64, 2, 1), "other dims"),
     Row(Bounds(heads=64, largest_dim=64, long_blocks=True), _F(64, 128, 4, 1, 128), KEYS_AS_ROWS),
     Row(Bounds(heads=64, largest_dim=192, value_dim=128, long_blocks=True),
         _F(64, 128, 4, 1, 168), KEYS_AS_ROWS),
-    Row(Bounds(heads=4, smallest_dim=256, long_blocks=True), _F(64, 128, 4, 1), KEYS_AS_ROWS),
-    Row(Bounds(heads=1, largest_dim=128), _F(32, 64, 1, 1), "h100_1_head_per_kv_head"),
-    Row(Bounds(heads=1), _F(32, 64, 2, 1), "other dims"),
     Row(Bounds(heads=64, value_dim=128), _F(64, 64, 4, 1, 128), "h100_long, h100_192_128"),
     Row(Bounds(heads=64, value_dim=192), _F(64, 64, 4, 1, 168), "other dims"),
+    Row(Bounds(heads=4, long_blocks=True), _F(64, 128, 4, 1), KEYS_AS_ROWS),
     Row(Bounds(heads=64), _F(64, 64, 4, 1), "other dims"),
     Row(Bounds(), _F(64, 64, 8, 1), "compiled"),
     *(Row(Bounds(BEFORE_HOPPER, heads=1, dims=384), _F(32, keys, 1, 2, peel=False), "compiled")
@@ -388,7 +388,7 @@ class SelectedKeySizes(NamedTuple):
     """Sizes of the gradients of keys and values.
 
     Attributes:
-      rows: tokens times padded query heads of a step, at least 16.
+      rows: of a step, each a query with one head; at least 16, and at least the padded heads of a KV head.
       keys: most keys of a program; it takes a whole block that has fewer.
       num_warps: warps of a program.
       num_stages: steps whose loads are in flight. From 3 on, tokens are loaded a step early, so that rows can
@@ -405,7 +405,10 @@ class SelectedKeySizes(NamedTuple):
     keys_first: bool = False
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Rows of all stages, with wgmma keys and values (else in registers), twice logits to transpose."""
+        """Upper bound: rows of all stages, with wgmma keys and values (else in registers), and more.
+
+        That is numbers of rows or, where queries are rows, twice the logits to transpose.
+        """
         rows, keys = shape.rows(self.rows), min(self.keys, shape.block_size)
         if shape.float_bytes == 4:
             return (rows + keys) * shape.dims * shape.operand_bytes()
@@ -420,8 +423,9 @@ _KEYS_FIRST = partial(SelectedKeySizes, keys_first=True)
 SELECTED_KEY_GRADIENTS = (
     Row(Bounds(heads=4, dims=128, long_blocks=True), _KEYS_FIRST(32, 128, 4, 2), KEYS_AS_ROWS),
     Row(Bounds(dims=128), _KEYS_FIRST(128, 64, 4, 2), KEYS_AS_ROWS),
-    Row(Bounds(dims=256), _KEYS_FIRST(64, 64, 4, 3), KEYS_AS_ROWS),
-    Row(Bounds(dims=256), _KEYS_FIRST(64, 64, 4, 1), "compiled"),
+    Row(Bounds(heads=64, dims=256), _KEYS_FIRST(64, 64, 4, 3), KEYS_AS_ROWS),
+    Row(Bounds(dims=256), _B(64, 64, 4, 2), "compiled"),
+    Row(Bounds(dims=256), _B(64, 64, 4, 1), "compiled"),
     Row(Bounds(heads=32, dims=320), _KEYS_FIRST(32, 64, 4, 2), KEYS_AS_ROWS),
     Row(Bounds(heads=32, dims=384), _B(32, 64, 4, 2), "h100_192_128, other dims"),
     Row(Bounds(heads=4), _B(128, 64, 8, 1), FEW_HEADS),

@@ -18,8 +18,9 @@ No atomics: each item of a block with several items stores float32 partial sums.
 them into `d_key` and `d_value`, which already hold the blocks with one item. So all runs give the same bits.
 
 Registers: `keys (H + V + 2 rows) / 128` floats a thread at 4 warps (192 at 64 keys, 64 rows, 128/128). Shared
-memory: `(stages rows + keys) (H + V) itemsize` (96 KB in bfloat16 at two stages, so two programs per SM),
-and `2 rows keys itemsize` for what is transposed.
+memory: `(steps rows + keys) (H + V) itemsize`, on Hopper of two steps with two stages and with three, whose
+first loads tokens (98 KB in bfloat16 with the numbers of rows: two programs per SM), on Blackwell of three;
+without `keys_first` also `2 rows keys itemsize`.
 Partial sums: `4 block (H + V)` bytes a slot, at most `2 P / item` slots for `P = B K T R` pairs of a query
 and a block (0.27 GB at 64k tokens and items of 2048).
 Floor at 64k, 16 blocks of 64, 64 heads, 128/128: 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; bytes from L2:
@@ -182,7 +183,7 @@ def _add_steps(
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Adds the rows `low .. high - 1` of the item to the sums; `low` begins a step."""
-    ROW_AXIS: tl.constexpr = 0 if KEYS_FIRST else 1
+    NEW: tl.constexpr = 0 if KEYS_FIRST else 1  # axis along which numbers of rows have length 1
     r = tl.arange(0, source.ROWS)
     for i in tl.range(low, high, source.ROWS):
         if source.ROWS % source.G == 0:  # the same heads in each step
@@ -204,16 +205,16 @@ def _add_steps(
         else:
             logits = inner(q, held.k, PRECISION)
             dp = inner(d_out, held.v, PRECISION)
-        lse_2 = tl.expand_dims(load_lse(source.lse, rows), ROW_AXIS)
+        lse_2 = tl.expand_dims(load_lse(source.lse, rows), NEW)
         p = tl.exp2(logits * (SCALE * LOG2_E) - lse_2)
         if CAUSAL:
             last_key = tl.load(source.last_keys + token, mask=inside, other=-1)
-            seen = tl.expand_dims(held.rows, 1 - ROW_AXIS) <= tl.expand_dims(last_key, ROW_AXIS)
+            seen = tl.expand_dims(held.rows, 1 - NEW) <= tl.expand_dims(last_key, NEW)
             p = tl.where(seen, p, 0.0)
         at = rows.first + rows.offset
-        shift = tl.expand_dims(tl.load(source.delta + at, mask=inside, other=0.0), ROW_AXIS)
+        shift = tl.expand_dims(tl.load(source.delta + at, mask=inside, other=0.0), NEW)
         if source.gate is not None:
-            gate = tl.expand_dims(tl.load(source.gate + at, mask=inside, other=0.0), ROW_AXIS)
+            gate = tl.expand_dims(tl.load(source.gate + at, mask=inside, other=0.0), NEW)
             weighted = (p * gate).to(d_out.first.dtype)
             dp = dp * gate
         else:
