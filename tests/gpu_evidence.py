@@ -45,11 +45,11 @@ PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch", "flax")  # recorde
 
 TRITON = "nsa_jax/kernels/triton"
 KERNELS = {
-    "ranges": (f"{TRITON}/ranges/**/*.py",),
-    "selected": (f"{TRITON}/selected/**/*.py", f"{TRITON}/decode/parts.py"),
-    "selection": (f"{TRITON}/selection/**/*.py",),
-    "probabilities": (f"{TRITON}/probabilities/**/*.py",),
-    "nonfinite": (f"{TRITON}/nonfinite/**/*.py",),
+    "ranges": (f"{TRITON}/ranges/**/*.py", f"{TRITON}/sizes/ranges.py"),
+    "selected": (f"{TRITON}/selected/**/*.py", f"{TRITON}/decode/parts.py", f"{TRITON}/sizes/selected.py"),
+    "selection": (f"{TRITON}/selection/**/*.py", f"{TRITON}/sizes/selection.py"),
+    "probabilities": (f"{TRITON}/probabilities/**/*.py", f"{TRITON}/sizes/probabilities.py"),
+    "nonfinite": (f"{TRITON}/nonfinite/**/*.py", f"{TRITON}/sizes/nonfinite.py"),
     "decode": (f"{TRITON}/decode/**/*.py",),
     "mosaic": ("nsa_jax/kernels/mosaic_gpu/**/*.py",),
 }

@@ -33,7 +33,8 @@ from nsa_jax.kernels.triton.nonfinite import (  # noqa: E402
     recompute_forward,
     visible_in_blocks,
 )
-from nsa_jax.kernels.triton.sizes import SelectionSizes, item_queries  # noqa: E402
+from nsa_jax.kernels.triton.sizes.selected import item_queries  # noqa: E402
+from nsa_jax.kernels.triton.sizes.selection import SelectionSizes  # noqa: E402
 from nsa_jax.nn import NSAAttention  # noqa: E402
 from nsa_jax.remat import SAVED_NAMES  # noqa: E402
 

@@ -1,6 +1,8 @@
 """Into how many pieces calls of few heads are cut: by their own numbers, without a GPU."""
 
 import itertools
+import pathlib
+import re
 
 import pytest
 
@@ -11,14 +13,23 @@ from nsa_jax.kernels.triton.dims import tokens_of  # noqa: E402
 from nsa_jax.kernels.triton.ranges.backward_key import choose_segments  # noqa: E402
 from nsa_jax.kernels.triton.sizes import (  # noqa: E402
     ALL,
+    Row,
+    Shape,
+    choose_sizes,
+    probabilities,
+    ranges,
+    selected,
+    selection,
+)
+from nsa_jax.kernels.triton.sizes.selected import (  # noqa: E402
     FULL_ITEMS,
     SELECTED_FORWARD,
     SELECTED_QUERY_GRADIENT,
-    Shape,
-    choose_sizes,
     fitting_item,
     item_queries,
 )
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
@@ -65,3 +76,18 @@ def test_a_tile_has_no_more_tokens_than_a_list_of_blocks_takes(table):
     ):
         sizes = choose_sizes(table, Shape(gpu, float_bytes, count, key, value, block_size=block))
         assert tokens_of(sizes.rows, count) <= 32, (gpu, float_bytes, count, key, value, block)
+
+
+def test_what_chose_a_row_can_be_looked_up():
+    """A section of the documentation by a part of its heading, or files of results."""
+    tables = [x for module in (ranges, selected, selection, probabilities) for x in vars(module).values()]
+    marks = {row.by for table in tables if isinstance(table, tuple) for row in table if isinstance(row, Row)}
+    assert len(marks) > 10
+    for mark in marks - {"compiled", "other dims"}:
+        file, _, section = mark.partition(".md, ")
+        if section:
+            lines = (ROOT / f"{file}.md").read_text().lower().splitlines()
+            assert any(line.startswith("#") and section in line for line in lines), mark
+        else:
+            for name in re.findall(r"h\d+\w+", mark):
+                assert (ROOT / "benchmarks" / "results" / f"{name}.jsonl").exists(), mark

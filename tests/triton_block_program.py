@@ -26,7 +26,7 @@ from nsa_jax.kernels.triton.selected.deltas import row_deltas
 from nsa_jax.kernels.triton.selected.items import invert
 from nsa_jax.kernels.triton.selected.sum_query_parts import add_query_parts
 from nsa_jax.kernels.triton.selected.unions import union_lists
-from nsa_jax.kernels.triton.sizes import (
+from nsa_jax.kernels.triton.sizes.selected import (
     SelectedForwardSizes,
     SelectedGradientSizes,
     SelectedKeySizes,

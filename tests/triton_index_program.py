@@ -25,7 +25,7 @@ from nsa_jax.kernels.triton import operations, selection
 from nsa_jax.kernels.triton.selected import backward_key
 from nsa_jax.kernels.triton.selection import chosen_scores
 from nsa_jax.kernels.triton.selection.index_scores import flat_if_shared
-from nsa_jax.kernels.triton.sizes import IndexSizes, SelectionSizes
+from nsa_jax.kernels.triton.sizes.selection import IndexSizes, SelectionSizes
 from nsa_jax.layout import Quantised, place
 
 SMALL = IndexSizes(32, 32, 4, 2, held_heads=4)

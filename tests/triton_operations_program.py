@@ -24,7 +24,7 @@ from nsa_jax import attention, reference
 from nsa_jax.budget import distance, size
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import selected
-from nsa_jax.kernels.triton.sizes import SelectedPartSizes
+from nsa_jax.kernels.triton.sizes.selected import SelectedPartSizes
 
 CONFIG = NSAConfig(
     compression_block_size=8,

@@ -22,7 +22,8 @@ from cases import PACKED, Case
 from nsa_jax import Run, Runs, attention
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import probabilities, selected
-from nsa_jax.kernels.triton.sizes import ProbabilitySizes, SelectedForwardSizes
+from nsa_jax.kernels.triton.sizes.probabilities import ProbabilitySizes
+from nsa_jax.kernels.triton.sizes.selected import SelectedForwardSizes
 
 CONFIG = NSAConfig(compression_block_size=8, compression_stride=4, selection_block_size=16)
 BLOCKS_OF_32 = dataclasses.replace(CONFIG, selection_block_size=32)

@@ -22,7 +22,7 @@ from nsa_jax.kernels.triton.ranges.backward_key import query_bounds, range_key_g
 from nsa_jax.kernels.triton.ranges.backward_query import range_query_gradient
 from nsa_jax.kernels.triton.ranges.edges import Edges, KeyRanges, compression_ranges, window_ranges
 from nsa_jax.kernels.triton.ranges.forward import attend_ranges
-from nsa_jax.kernels.triton.sizes import RangeKeySizes, RangeQuerySizes
+from nsa_jax.kernels.triton.sizes.ranges import RangeKeySizes, RangeQuerySizes
 from nsa_jax.layout import FirstKeys, Index, Run, Runs, place
 
 EPS = float(np.finfo(np.float32).eps)

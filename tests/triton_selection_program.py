@@ -17,7 +17,7 @@ import numpy as np
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import selection
-from nsa_jax.kernels.triton.sizes import SelectionSizes
+from nsa_jax.kernels.triton.sizes.selection import SelectionSizes
 from nsa_jax.layout import place
 
 SMALL = SelectionSizes(tokens=32, columns=32)

@@ -12,7 +12,8 @@ from nsa_jax.array_typing import Array, Float
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import load_rows
 from nsa_jax.kernels.triton.pieces import added, cast, scaled
-from nsa_jax.kernels.triton.sizes import GATED_SUM_ROWS
+
+GATED_SUM_ROWS = 32  # rows of a program
 
 
 @triton.jit

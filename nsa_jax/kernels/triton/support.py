@@ -14,7 +14,8 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import gpu
 from nsa_jax.kernels.triton.decode.sizes import STEP_LIST_BLOCKS, step_list_blocks
 from nsa_jax.kernels.triton.dims import padded_heads, splits
-from nsa_jax.kernels.triton.sizes import SHARED_BYTES, chosen_score_rows
+from nsa_jax.kernels.triton.sizes import SHARED_BYTES
+from nsa_jax.kernels.triton.sizes.selection import chosen_score_rows
 from nsa_jax.layout.quantised import LARGEST, is_quantised
 
 OLDEST_CAPABILITY = (8, 0)

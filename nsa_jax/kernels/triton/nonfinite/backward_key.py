@@ -40,7 +40,7 @@ from nsa_jax.kernels.triton.pieces import (
     scaled,
     zeros,
 )
-from nsa_jax.kernels.triton.sizes import RECOMPUTED_KEYS_OF_A_PROGRAM, RECOMPUTED_TOKENS
+from nsa_jax.kernels.triton.sizes.nonfinite import RECOMPUTED_KEYS_OF_A_PROGRAM, RECOMPUTED_TOKENS
 from nsa_jax.kernels.triton.softmax import load_lse
 
 

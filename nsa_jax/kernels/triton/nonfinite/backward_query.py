@@ -46,7 +46,7 @@ from nsa_jax.kernels.triton.pieces import (
     scaled,
     zeros,
 )
-from nsa_jax.kernels.triton.sizes import RECOMPUTED_HEADS, RECOMPUTED_KEYS, RECOMPUTED_TOKENS
+from nsa_jax.kernels.triton.sizes.nonfinite import RECOMPUTED_HEADS, RECOMPUTED_KEYS, RECOMPUTED_TOKENS
 from nsa_jax.kernels.triton.softmax import load_lse
 
 

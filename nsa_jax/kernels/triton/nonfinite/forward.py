@@ -50,7 +50,7 @@ from nsa_jax.kernels.triton.pieces import (
     scaled,
     zeros,
 )
-from nsa_jax.kernels.triton.sizes import RECOMPUTED_HEADS, RECOMPUTED_KEYS, RECOMPUTED_TOKENS
+from nsa_jax.kernels.triton.sizes.nonfinite import RECOMPUTED_HEADS, RECOMPUTED_KEYS, RECOMPUTED_TOKENS
 from nsa_jax.kernels.triton.softmax import Softmax, natural_lse, no_keys
 
 

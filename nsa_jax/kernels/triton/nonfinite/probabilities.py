@@ -23,7 +23,7 @@ from nsa_jax.kernels.triton.nonfinite.branches import (
     of_branch,
 )
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, precision
-from nsa_jax.kernels.triton.sizes import RECOMPUTED_HEADS, RECOMPUTED_KEYS, RECOMPUTED_TOKENS
+from nsa_jax.kernels.triton.sizes.nonfinite import RECOMPUTED_HEADS, RECOMPUTED_KEYS, RECOMPUTED_TOKENS
 from nsa_jax.kernels.triton.softmax import load_lse
 
 

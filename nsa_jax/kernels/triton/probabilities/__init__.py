@@ -7,7 +7,8 @@ from nsa_jax.kernels.triton.probabilities.blocks import weigh_blocks
 from nsa_jax.kernels.triton.probabilities.log_sum_exp import dense_log_sum_exp
 from nsa_jax.kernels.triton.probabilities.slots import selected_probabilities
 from nsa_jax.kernels.triton.probabilities.steps import query_places
-from nsa_jax.kernels.triton.sizes import BLOCK_PROBABILITIES, ProbabilitySizes, choose_sizes
+from nsa_jax.kernels.triton.sizes import choose_sizes
+from nsa_jax.kernels.triton.sizes.probabilities import BLOCK_PROBABILITIES, ProbabilitySizes
 from nsa_jax.layout import Placement
 
 __all__ = ["block_probabilities", "selected_probabilities"]

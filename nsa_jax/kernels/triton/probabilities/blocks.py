@@ -38,7 +38,7 @@ from nsa_jax.kernels.triton.probabilities.steps import (
     steps_over,
     tokens_of_tile,
 )
-from nsa_jax.kernels.triton.sizes import ProbabilitySizes
+from nsa_jax.kernels.triton.sizes.probabilities import ProbabilitySizes
 from nsa_jax.kernels.triton.softmax import load_lse
 
 ZEROS = 64  # blocks that get 0 at once

@@ -26,7 +26,8 @@ from nsa_jax.kernels.triton.loading import Keys, key_tiles, load_keys, load_rows
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, precision
 from nsa_jax.kernels.triton.repaired import attend_blocks
 from nsa_jax.kernels.triton.selected.unions import union_lists
-from nsa_jax.kernels.triton.sizes import SELECTED_FORWARD, SelectedForwardSizes, choose_sizes
+from nsa_jax.kernels.triton.sizes import choose_sizes
+from nsa_jax.kernels.triton.sizes.selected import SELECTED_FORWARD, SelectedForwardSizes
 from nsa_jax.kernels.triton.softmax import load_lse
 from nsa_jax.layout import Placement
 

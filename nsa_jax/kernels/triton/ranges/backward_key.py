@@ -58,12 +58,12 @@ from nsa_jax.kernels.triton.ranges.edges import (
     range_of,
     run_at,
 )
-from nsa_jax.kernels.triton.sizes import (
+from nsa_jax.kernels.triton.sizes import choose_sizes
+from nsa_jax.kernels.triton.sizes.ranges import (
     RANGE_KEY_GRADIENTS,
     RANGE_PROGRAMS,
     SEGMENT_BYTES,
     RangeKeySizes,
-    choose_sizes,
     segment_tokens,
 )
 

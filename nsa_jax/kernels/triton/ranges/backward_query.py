@@ -40,7 +40,8 @@ from nsa_jax.kernels.triton.pieces import (
     zeros,
 )
 from nsa_jax.kernels.triton.ranges.edges import KeyRanges, Ranges, is_seen, key_limits, run_of, seen_by
-from nsa_jax.kernels.triton.sizes import RANGE_QUERY_GRADIENT, RangeQuerySizes, choose_sizes
+from nsa_jax.kernels.triton.sizes import choose_sizes
+from nsa_jax.kernels.triton.sizes.ranges import RANGE_QUERY_GRADIENT, RangeQuerySizes
 from nsa_jax.kernels.triton.softmax import Sources, row_numbers
 
 

@@ -34,7 +34,8 @@ from nsa_jax.kernels.triton.loading import (
 )
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, kept, precision, scaled
 from nsa_jax.kernels.triton.ranges.edges import KeyRanges, Ranges, is_seen, key_limits, run_of, seen_by
-from nsa_jax.kernels.triton.sizes import RANGE_FORWARD, RangeQuerySizes, choose_sizes
+from nsa_jax.kernels.triton.sizes import choose_sizes
+from nsa_jax.kernels.triton.sizes.ranges import RANGE_FORWARD, RangeQuerySizes
 from nsa_jax.kernels.triton.softmax import add_keys, natural_lse, no_keys
 
 

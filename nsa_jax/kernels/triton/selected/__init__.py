@@ -29,15 +29,14 @@ from nsa_jax.kernels.triton.selected.in_parts import (
 from nsa_jax.kernels.triton.selected.items import invert
 from nsa_jax.kernels.triton.selected.sharing import shares_less
 from nsa_jax.kernels.triton.selected.unions import UnionLists, union_lists
-from nsa_jax.kernels.triton.sizes import (
+from nsa_jax.kernels.triton.sizes import choose_sizes, find_sizes
+from nsa_jax.kernels.triton.sizes.selected import (
     GRADIENT_PARTS,
     OUTPUT_PARTS,
     SELECTED_FORWARD,
     SELECTED_KEY_GRADIENTS,
     SELECTED_QUERY_GRADIENT,
     SelectedPartSizes,
-    choose_sizes,
-    find_sizes,
     fitting_item,
     item_queries,
 )

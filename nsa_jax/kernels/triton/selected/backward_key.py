@@ -54,7 +54,7 @@ from nsa_jax.kernels.triton.pieces import (
 from nsa_jax.kernels.triton.selected.item_table import ITEM_FIELDS
 from nsa_jax.kernels.triton.selected.items import BlockItems
 from nsa_jax.kernels.triton.selected.unions import last_rows
-from nsa_jax.kernels.triton.sizes import SelectedKeySizes
+from nsa_jax.kernels.triton.sizes.selected import SelectedKeySizes
 from nsa_jax.kernels.triton.softmax import load_lse
 
 

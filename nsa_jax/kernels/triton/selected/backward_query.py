@@ -42,7 +42,7 @@ from nsa_jax.kernels.triton.pieces import (
 )
 from nsa_jax.kernels.triton.selected.forward import Entries, load_step, steps_of
 from nsa_jax.kernels.triton.selected.unions import UnionLists
-from nsa_jax.kernels.triton.sizes import SelectedGradientSizes
+from nsa_jax.kernels.triton.sizes.selected import SelectedGradientSizes
 from nsa_jax.kernels.triton.softmax import Sources, load_lse, row_numbers
 
 

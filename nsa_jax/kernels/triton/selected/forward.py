@@ -42,7 +42,7 @@ from nsa_jax.kernels.triton.loading import (
 )
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, precision, scaled
 from nsa_jax.kernels.triton.selected.unions import UnionLists
-from nsa_jax.kernels.triton.sizes import SelectedForwardSizes, weighing_registers
+from nsa_jax.kernels.triton.sizes.selected import SelectedForwardSizes, weighing_registers
 from nsa_jax.kernels.triton.softmax import Softmax, add_keys, natural_lse, no_keys
 
 

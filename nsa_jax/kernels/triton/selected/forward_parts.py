@@ -32,7 +32,7 @@ from nsa_jax.kernels.triton.selected.chosen_rows import load_item, load_tile, ro
 from nsa_jax.kernels.triton.selected.chunks import Chunks
 from nsa_jax.kernels.triton.selected.item_table import ITEM_FIELDS
 from nsa_jax.kernels.triton.selected.items import BlockItems
-from nsa_jax.kernels.triton.sizes import SelectedPartSizes
+from nsa_jax.kernels.triton.sizes.selected import SelectedPartSizes
 
 
 def output_parts(

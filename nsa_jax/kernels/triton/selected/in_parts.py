@@ -23,7 +23,7 @@ from nsa_jax.kernels.triton.selected.items import BlockItems, invert
 from nsa_jax.kernels.triton.selected.sum_output_parts import add_output_parts
 from nsa_jax.kernels.triton.selected.sum_query_parts import add_query_parts
 from nsa_jax.kernels.triton.selected.unions import last_rows
-from nsa_jax.kernels.triton.sizes import SelectedPartSizes
+from nsa_jax.kernels.triton.sizes.selected import SelectedPartSizes
 from nsa_jax.layout import Placement
 from nsa_jax.sharding.manual import vary, varying_axes
 

@@ -22,14 +22,13 @@ from nsa_jax.kernels.triton.selection import block_scores
 from nsa_jax.kernels.triton.selection.best_blocks import best_blocks_kernel
 from nsa_jax.kernels.triton.selection.importance import importance_kernel
 from nsa_jax.kernels.triton.selection.index_scores import by_heads, index_scores_kernel
-from nsa_jax.kernels.triton.sizes import (
+from nsa_jax.kernels.triton.sizes import Shape, choose_sizes
+from nsa_jax.kernels.triton.sizes.selection import (
     INDEX,
     INDEX_PROGRAMS,
     SELECTION,
     IndexSizes,
     SelectionSizes,
-    Shape,
-    choose_sizes,
 )
 from nsa_jax.layout import Placement, Quantised
 

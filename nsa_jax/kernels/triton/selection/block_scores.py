@@ -58,7 +58,7 @@ from nsa_jax.kernels.triton.selection.index_scores import (
     hold_queries,
     score_tokens,
 )
-from nsa_jax.kernels.triton.sizes import INDEX_PROGRAMS, IndexSizes, index_gradient_tile
+from nsa_jax.kernels.triton.sizes.selection import INDEX_PROGRAMS, IndexSizes, index_gradient_tile
 from nsa_jax.layout import Placement
 
 

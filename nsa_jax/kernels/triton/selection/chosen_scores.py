@@ -39,7 +39,7 @@ from nsa_jax.kernels.triton.selected.items import BlockItems, invert
 from nsa_jax.kernels.triton.selected.unions import last_rows
 from nsa_jax.kernels.triton.selection.block_scores import finite, query_gradients
 from nsa_jax.kernels.triton.selection.index_scores import by_heads
-from nsa_jax.kernels.triton.sizes import CHOSEN_STAGES, chosen_gradient_tile, chosen_score_rows
+from nsa_jax.kernels.triton.sizes.selection import CHOSEN_STAGES, chosen_gradient_tile, chosen_score_rows
 from nsa_jax.layout import Placement
 
 ITEM = 1024  # most pairs of an item
