@@ -192,20 +192,20 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (90, "4 heads"): {
         "nsa_compressed_forward": 40,  # capped at 128 registers, a seventh faster than without the cap
-        "nsa_selected_key_gradients": 116,
+        "nsa_selected_key_gradients": 124,
     },
     (90, "1 head"): {
         "nsa_selected_forward": 112,
         "nsa_window_query_gradient": 8,
     },
     (90, "float32"): {
-        "nsa_selected_key_gradients": 272,
+        "nsa_selected_key_gradients": 280,
         "nsa_selected_query_gradient": 4,
         "nsa_window_key_gradients": 464,
     },
     (90, "64 heads"): {
         "nsa_selected_recompute_forward": 8,
-        "nsa_selected_key_gradients": 88,
+        "nsa_selected_key_gradients": 24,
         "nsa_window_key_gradients": 152,
     },
     (90, "128 wide heads"): {
@@ -320,7 +320,7 @@ def test_kernels_become_machine_code(capability, name):
     ("capability", "own", "spilled"),
     [
         # The forwards have the sizes of 16 heads, which are compiled above on Hopper.
-        (90, (SELECTED | WINDOW) - {"nsa_selected_forward", "nsa_window_forward"}, 264),
+        (90, (SELECTED | WINDOW) - {"nsa_selected_forward", "nsa_window_forward"}, 272),
         (100, (SELECTED | WINDOW) - {"nsa_selected_forward"}, 368),
     ],
     ids=["90", "100"],

@@ -155,6 +155,7 @@ class Gathered(NamedTuple):
       NUM_HEADS: N.
       G: query heads of a KV head.
       ROWS: rows of a step.
+      STEP: what a loop adds in a step: if `G` divides the rows, pairs of the list, else rows of the item.
       KEY, VALUE: `Dim` of keys and values.
       WIDE: whether offsets within a row of the batch need 64 bits.
     """
@@ -172,6 +173,7 @@ class Gathered(NamedTuple):
     NUM_HEADS: tl.constexpr
     G: tl.constexpr
     ROWS: tl.constexpr
+    STEP: tl.constexpr
     KEY: tl.constexpr
     VALUE: tl.constexpr
     WIDE: tl.constexpr
@@ -182,12 +184,12 @@ def _add_steps(
     sums, held, source, low, high, SCALE: tl.constexpr, PRECISION: tl.constexpr, KEYS_FIRST: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Adds the rows `low .. high - 1` of the item to the sums; `low` begins a step."""
+    """Adds steps of the item to the sums, see `Gathered.STEP`; `low` begins a step."""
     NEW: tl.constexpr = 0 if KEYS_FIRST else 1  # axis along which numbers of rows have length 1
     r = tl.arange(0, source.ROWS)
-    for i in tl.range(low, high, source.ROWS):
-        if source.ROWS % source.G == 0:  # the same heads in each step
-            pair = source.first + i // source.G + r // source.G
+    for i in tl.range(low, high, source.STEP):
+        if source.ROWS % source.G == 0:
+            pair = i + r // source.G
             head = r % source.G
         else:
             pair = source.first + (i + r) // source.G
@@ -205,8 +207,7 @@ def _add_steps(
         else:
             logits = inner(q, held.k, PRECISION)
             dp = inner(d_out, held.v, PRECISION)
-        lse_2 = tl.expand_dims(load_lse(source.lse, rows), NEW)
-        p = tl.exp2(logits * (SCALE * LOG2_E) - lse_2)
+        p = tl.exp2(logits * (SCALE * LOG2_E) - tl.expand_dims(load_lse(source.lse, rows), NEW))
         if CAUSAL:
             last_key = tl.load(source.last_keys + token, mask=inside, other=-1)
             seen = tl.expand_dims(held.rows, 1 - NEW) <= tl.expand_dims(last_key, NEW)
@@ -256,17 +257,20 @@ def selected_key_gradients_kernel(
     n = tl.arange(0, KEYS)
     keys = Rows((b * num_keys + start) * KV_HEADS + kv_head, n * KV_HEADS, start + n < num_keys)
     held = KeyTile(load_rows(key, keys, KEY), load_rows(value, keys, VALUE), start + n)
+    STEP: tl.constexpr = ROWS // G if ROWS % G == 0 else ROWS
+    if ROWS % G == 0:
+        low, free, high = first, masked, end
+    else:
+        low, free, high = 0, (masked - first) * G, (end - first) * G
     source: tl.constexpr = Gathered(
         query, d_out, lse, delta, gate, last_keys + b * num_queries, tokens, first, end,
         first_row=b * num_queries * (KV_HEADS * G) + kv_head * G,
-        NUM_HEADS=KV_HEADS * G, G=G, ROWS=ROWS, KEY=KEY, VALUE=VALUE, WIDE=WIDE,
+        NUM_HEADS=KV_HEADS * G, G=G, ROWS=ROWS, STEP=STEP, KEY=KEY, VALUE=VALUE, WIDE=WIDE,
     )  # fmt: skip
     sums = KeyGradients(zeros(KEYS, KEY), zeros(KEYS, VALUE))
-    middle = tl.cdiv((masked - first) * G, ROWS) * ROWS
-    sums = _add_steps(sums, held, source, 0, middle, SCALE, PRECISION, KEYS_FIRST, CAUSAL=True)
-    sums = _add_steps(
-        sums, held, source, middle, (end - first) * G, SCALE, PRECISION, KEYS_FIRST, CAUSAL=False
-    )
+    middle = low + tl.cdiv(free - low, STEP) * STEP
+    sums = _add_steps(sums, held, source, low, middle, SCALE, PRECISION, KEYS_FIRST, CAUSAL=True)
+    sums = _add_steps(sums, held, source, middle, high, SCALE, PRECISION, KEYS_FIRST, CAUSAL=False)
     dk = scaled(sums.dk, SCALE)
     if slot < 0:
         mine = Rows(keys.first, keys.offset, start + n < limit)
