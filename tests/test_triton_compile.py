@@ -192,7 +192,7 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (90, "4 heads"): {
         "nsa_compressed_forward": 40,  # capped at 128 registers, a seventh faster than without the cap
-        "nsa_selected_key_gradients": 124,
+        "nsa_selected_key_gradients": 116,
     },
     (90, "1 head"): {
         "nsa_selected_forward": 112,
@@ -210,7 +210,7 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (90, "128 wide heads"): {
         "nsa_selected_recompute_key_gradients": 8,
-        "nsa_selected_key_gradients": 112,
+        "nsa_selected_key_gradients": 124,
         "nsa_window_key_gradients": 2296,
     },
 }
@@ -348,7 +348,7 @@ def test_few_wide_heads_become_machine_code(capability, own, spilled):
         (90, Shape(1, 192, 128, "bfloat16"), {"nsa_selected_forward"}, 0),
         (90, Shape(2, 256, 256, "bfloat16"), {"nsa_selected_forward"}, 0),
     ],
-    ids=str,
+    ids=["3 heads", "3 heads, Blackwell", "main", "1 head of 192", "2 heads of 256"],
 )
 def test_kernels_of_long_blocks_become_machine_code(capability, shape, own, spilled):
     """Most steps have 128 keys; the key gradients of 3 heads spill a little and are still faster."""
