@@ -171,7 +171,7 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
         "nsa_window_key_gradients": 8,
     },
     (90, "main"): {
-        "nsa_selected_key_gradients": 76,  # with 32 rows they take 29 % longer
+        "nsa_selected_key_gradients": 56,  # with 32 rows they take 29 % longer
     },
     (100, "main"): {
         "nsa_importance": 256,
@@ -183,7 +183,7 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (90, "192/128"): {
         "nsa_selected_forward": 16,
-        "nsa_selected_key_gradients": 64,
+        "nsa_selected_key_gradients": 56,
         "nsa_window_forward": 52,
     },
     (90, "256"): {
@@ -192,14 +192,14 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (90, "4 heads"): {
         "nsa_compressed_forward": 40,  # capped at 128 registers, a seventh faster than without the cap
-        "nsa_selected_key_gradients": 116,
+        "nsa_selected_key_gradients": 40,
     },
     (90, "1 head"): {
         "nsa_selected_forward": 112,
         "nsa_window_query_gradient": 8,
     },
     (90, "float32"): {
-        "nsa_selected_key_gradients": 280,
+        "nsa_selected_key_gradients": 272,
         "nsa_selected_query_gradient": 4,
         "nsa_window_key_gradients": 464,
     },
@@ -210,7 +210,7 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (90, "128 wide heads"): {
         "nsa_selected_recompute_key_gradients": 8,
-        "nsa_selected_key_gradients": 124,
+        "nsa_selected_key_gradients": 112,
         "nsa_window_key_gradients": 2296,
     },
 }
@@ -320,7 +320,7 @@ def test_kernels_become_machine_code(capability, name):
     ("capability", "own", "spilled"),
     [
         # The forwards have the sizes of 16 heads, which are compiled above on Hopper.
-        (90, (SELECTED | WINDOW) - {"nsa_selected_forward", "nsa_window_forward"}, 272),
+        (90, (SELECTED | WINDOW) - {"nsa_selected_forward", "nsa_window_forward"}, 264),
         (100, (SELECTED | WINDOW) - {"nsa_selected_forward"}, 368),
     ],
     ids=["90", "100"],

@@ -1,4 +1,4 @@
-"""Into how many pieces calls of few heads are cut: by their own numbers, without a GPU."""
+"""The tables of sizes, and into how many pieces calls of few heads are cut, without a GPU."""
 
 import itertools
 import pathlib

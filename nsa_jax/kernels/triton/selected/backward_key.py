@@ -18,9 +18,9 @@ No atomics: each item of a block with several items stores float32 partial sums.
 them into `d_key` and `d_value`, which already hold the blocks with one item. So all runs give the same bits.
 
 Registers: `keys (H + V + 2 rows) / 128` floats a thread at 4 warps (192 at 64 keys, 64 rows, 128/128). Shared
-memory: `(steps rows + keys) (H + V) itemsize`, on Hopper of two steps with two stages and with three, whose
-first loads tokens (98 KB in bfloat16 with the numbers of rows: two programs per SM), on Blackwell of three;
-without `keys_first` also `2 rows keys itemsize`.
+memory: `(steps rows + keys) (H + V) itemsize`, and `2 rows keys itemsize` where queries are rows. Hopper has
+two steps there, with three stages as with two, because the first of three loads tokens (98 KB in bfloat16
+with the numbers of rows, so two programs per SM); Blackwell has three.
 Partial sums: `4 block (H + V)` bytes a slot, at most `2 P / item` slots for `P = B K T R` pairs of a query
 and a block (0.27 GB at 64k tokens and items of 2048).
 Floor at 64k, 16 blocks of 64, 64 heads, 128/128: 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; bytes from L2:
@@ -185,7 +185,7 @@ def _add_steps(
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Adds steps of the item to the sums, see `Gathered.STEP`; `low` begins a step."""
-    NEW: tl.constexpr = 0 if KEYS_FIRST else 1  # axis along which numbers of rows have length 1
+    ROW_AXIS: tl.constexpr = 0 if KEYS_FIRST else 1
     r = tl.arange(0, source.ROWS)
     for i in tl.range(low, high, source.STEP):
         if source.ROWS % source.G == 0:
@@ -207,15 +207,19 @@ def _add_steps(
         else:
             logits = inner(q, held.k, PRECISION)
             dp = inner(d_out, held.v, PRECISION)
-        p = tl.exp2(logits * (SCALE * LOG2_E) - tl.expand_dims(load_lse(source.lse, rows), NEW))
+        p = tl.exp2(logits * (SCALE * LOG2_E) - tl.expand_dims(load_lse(source.lse, rows), ROW_AXIS))
         if CAUSAL:
             last_key = tl.load(source.last_keys + token, mask=inside, other=-1)
-            seen = tl.expand_dims(held.rows, 1 - NEW) <= tl.expand_dims(last_key, NEW)
+            seen = tl.expand_dims(held.rows, 1 - ROW_AXIS) <= tl.expand_dims(last_key, ROW_AXIS)
             p = tl.where(seen, p, 0.0)
-        at = rows.first + rows.offset
-        shift = tl.expand_dims(tl.load(source.delta + at, mask=inside, other=0.0), NEW)
+        # Each load forms its addresses: if two share them, they are held in the meantime and more spills.
+        shift = tl.expand_dims(
+            tl.load(source.delta + rows.first + rows.offset, mask=inside, other=0.0), ROW_AXIS
+        )
         if source.gate is not None:
-            gate = tl.expand_dims(tl.load(source.gate + at, mask=inside, other=0.0), NEW)
+            gate = tl.expand_dims(
+                tl.load(source.gate + rows.first + rows.offset, mask=inside, other=0.0), ROW_AXIS
+            )
             weighted = (p * gate).to(d_out.first.dtype)
             dp = dp * gate
         else:
@@ -259,16 +263,16 @@ def selected_key_gradients_kernel(
     held = KeyTile(load_rows(key, keys, KEY), load_rows(value, keys, VALUE), start + n)
     STEP: tl.constexpr = ROWS // G if ROWS % G == 0 else ROWS
     if ROWS % G == 0:
-        low, free, high = first, masked, end
+        low, unmasked, high = first, masked, end
     else:
-        low, free, high = 0, (masked - first) * G, (end - first) * G
+        low, unmasked, high = 0, (masked - first) * G, (end - first) * G
     source: tl.constexpr = Gathered(
         query, d_out, lse, delta, gate, last_keys + b * num_queries, tokens, first, end,
         first_row=b * num_queries * (KV_HEADS * G) + kv_head * G,
         NUM_HEADS=KV_HEADS * G, G=G, ROWS=ROWS, STEP=STEP, KEY=KEY, VALUE=VALUE, WIDE=WIDE,
     )  # fmt: skip
     sums = KeyGradients(zeros(KEYS, KEY), zeros(KEYS, VALUE))
-    middle = low + tl.cdiv(free - low, STEP) * STEP
+    middle = low + tl.cdiv(unmasked - low, STEP) * STEP
     sums = _add_steps(sums, held, source, low, middle, SCALE, PRECISION, KEYS_FIRST, CAUSAL=True)
     sums = _add_steps(sums, held, source, middle, high, SCALE, PRECISION, KEYS_FIRST, CAUSAL=False)
     dk = scaled(sums.dk, SCALE)

@@ -2,13 +2,7 @@
 
 from typing import NamedTuple
 
-from nsa_jax.kernels.triton.sizes import (
-    ALL,
-    BEFORE_HOPPER,
-    Bounds,
-    Row,
-    Shape,
-)
+from nsa_jax.kernels.triton.sizes import ALL, BEFORE_HOPPER, Bounds, Row, Shape
 
 
 class ProbabilitySizes(NamedTuple):

@@ -2,17 +2,7 @@
 
 from typing import NamedTuple
 
-from nsa_jax.kernels.triton.sizes import (
-    ADA,
-    ALL,
-    AMPERE,
-    BEFORE_HOPPER,
-    FEW_HEADS,
-    KIB,
-    Bounds,
-    Row,
-    Shape,
-)
+from nsa_jax.kernels.triton.sizes import ADA, ALL, AMPERE, BEFORE_HOPPER, FEW_HEADS, KIB, Bounds, Row, Shape
 
 
 class RangeQuerySizes(NamedTuple):

@@ -4,16 +4,7 @@ from functools import partial
 from typing import NamedTuple
 
 from nsa_jax.kernels.triton.dims import padded_heads
-from nsa_jax.kernels.triton.sizes import (
-    ALL,
-    BEFORE_HOPPER,
-    FEW_HEADS,
-    HOPPER,
-    KIB,
-    Bounds,
-    Row,
-    Shape,
-)
+from nsa_jax.kernels.triton.sizes import ALL, BEFORE_HOPPER, FEW_HEADS, HOPPER, KIB, Bounds, Row, Shape
 
 KEYS_AS_ROWS = "docs/kernel_log.md, keys as rows, and blocks of 128"
 
@@ -91,8 +82,8 @@ SELECTED_FORWARD = (
 def weighing_registers(sizes: SelectedForwardSizes, heads: int) -> int | None:
     """Most registers of a thread of the forward that also gives the probabilities of slots.
 
-    At 128 it spills with many heads or steps of 128 keys. With 64 / 4 heads of 128 at 64k tokens (R) they
-    then add 24 % to the kernel's time, at 168 just 6 %.
+    At 128 it spills with many heads or steps of 128 keys. With 64 / 4 heads of 128 at 64k tokens (R) the
+    probabilities then add 24 % to the kernel's time, at 168 just 6 %.
     """
     return 168 if sizes.registers == 128 and (heads > 4 or sizes.keys > 64) else sizes.registers
 
@@ -123,6 +114,9 @@ SELECTED_QUERY_GRADIENT = (
     Row(Bounds(ALL, 4), _G(16, 32, 8, 1, peel=False), "compiled"),
     Row(Bounds(ALL, 4), _G(16, 16, 8, 1, peel=False), "compiled"),
 )  # fmt: skip
+
+
+SCALAR_BYTES = 4 * KIB  # beside tiles: numbers of rows, which change their register layout, as compiled
 
 
 class SelectedKeySizes(NamedTuple):
@@ -158,7 +152,6 @@ class SelectedKeySizes(NamedTuple):
         return (self.num_stages * rows * shape.dims + held) * shape.float_bytes + beside
 
 
-SCALAR_BYTES = 4 * KIB  # beside tiles: numbers of rows, which change their register layout, as compiled
 _B = SelectedKeySizes
 _KEYS_FIRST = partial(SelectedKeySizes, keys_first=True)
 SELECTED_KEY_GRADIENTS = (
