@@ -101,9 +101,8 @@ def block_indices_from_ranges(
       TypeError: an array does not hold integers, or is traced by JAX; `num_kv_heads` is not an int; or
         `config` is not an `NSAConfig`.
       ValueError: the layout is unknown, the number of axes is wrong, a position is below -1, a number does
-        not fit into 32 bits, or a range is misaligned, reversed,
-        overlaps another, reaches beyond its query or makes one block too many. The message gives the first
-        such range.
+        not fit into 32 bits, or a range is misaligned, reversed, overlaps another, reaches beyond its query
+        or makes one block too many. The message gives the first such range.
 
     Examples:
       >>> ranges = np.array([[[[[0, 64], [128, 192]]]]])  # one row, one query, one KV head

@@ -160,7 +160,7 @@ CASES: dict[tuple[int, str], set[str]] = {
 }  # fmt: skip
 
 # Most bytes that a thread of a kernel may store to spill registers, by GPU and shape; kernels not named spill
-# nothing. As measured with Triton 3.8, its ptxas and the sizes of `tiles`.
+# nothing. As measured with Triton 3.8, its ptxas and the `sizes` of tiles.
 SPILLS: dict[tuple[int, str], dict[str, int]] = {
     (80, "main"): {
         "nsa_gate_gradients": 28,
