@@ -370,6 +370,8 @@ def test_a_model_of_nsa_comes_back_from_a_folder_of_several_files(tmp_path):
     again, tokenizer = load(tmp_path / "model", param_dtype="bfloat16")
 
     assert len(list((tmp_path / "model").glob("model-*.safetensors"))) > 2
+    modes = {path.stat().st_mode for path in (tmp_path / "model").iterdir()}
+    assert modes == {(tmp_path / "model" / "config.json").stat().st_mode}  # whoever reads one reads all
     assert again.config == model.config
     assert tokenizer is None
     weights = nn.weights(again)
