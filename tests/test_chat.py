@@ -84,6 +84,22 @@ def test_each_answer_is_that_of_the_whole_conversation(model, tokenizer, ending,
     assert len(started) == 1
 
 
+@pytest.mark.parametrize("trim", [" | trim", ""])
+def test_white_space_that_ends_an_answer_is_not_read_twice(model, tokenizer, started, trim):
+    """Nor its end token, whether or not the template trims; that of SmolLM2 and Qwen2 does not."""
+    end = TOKENS.index("<e>")
+    chat = ChatFormat(TEMPLATE.replace(" | trim", trim), (end,), dict(eos_token="<e>"))
+    conversation = Conversation(model, tokenizer, chat, max_length=ROOM)
+    assert "".join(conversation.ask("ee")) == "cbebb\n"
+    tokens = tokenizer.encode("<u>ee<e>\n<a>").ids
+    tokens += [*continued(model, tokens, ROOM, end), *tokenizer.encode("\n<u>da<e>\n<a>").ids]
+
+    second = "".join(itertools.islice(conversation.ask("da"), 2))
+
+    assert second == tokenizer.decode(continued(model, tokens, ROOM, end)[: 1 + 8])
+    assert len(started) == 1
+
+
 def test_an_answer_that_was_stopped_is_closed_before_the_next_question(model, tokenizer, started):
     """A piece may still come, and what came is remembered."""
     conversation = Conversation(model, tokenizer, OPEN, max_length=ROOM)
