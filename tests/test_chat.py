@@ -287,6 +287,7 @@ def test_a_real_process_reads_a_pipe(folder):
 
 
 BAD = {
+    "unfinished": (["{unfinished}"], "must be finished, got '.*' without its model. Run the command"),
     "tokenizer": (["{folder}"], "a model must have a tokenizer, got '.*' with none that is known"),
     "sampling": (["{run}", "--temperature=0", "--top-p=0.5"], "top_p must come with a temperature above 0"),
 }
@@ -296,9 +297,13 @@ BAD = {
 def test_what_cannot_be_is_one_line_and_exit_code_2(folder, tmp_path, monkeypatch, capsys, arguments, told):
     shutil.copytree(folder / "model", tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").unlink()
+    unfinished = tmp_path / "unfinished"
+    (unfinished / "model").mkdir(parents=True)  # killed while it was saved
+    (unfinished / "settings.json").touch()
     typed(monkeypatch, "cab")
 
-    assert command.main([each.format(folder=tmp_path, run=folder) for each in arguments]) == 2
+    names = dict(folder=tmp_path, run=folder, unfinished=unfinished)
+    assert command.main([each.format(**names) for each in arguments]) == 2
 
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("nsa_jax.chat: ")
