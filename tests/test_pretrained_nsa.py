@@ -223,7 +223,15 @@ def test_every_weight_keeps_its_sharding_or_gets_the_one_asked_for():
     assert tuple(again["gate"]["bias_out"][...].sharding.spec) == ("tensor", None)
 
 
+def donated():
+    model = nnx.clone(dense_model())
+    model.final_norm.scale.set_value(model.final_norm.scale + 0)
+    model.final_norm.scale.get_value().delete()
+    return model
+
+
 WRONG = {
+    "donated": (lambda: to_nsa(donated(), rngs=nnx.Rngs(0)), ValueError, "arrays, got a donated one"),
     "no model": (lambda: to_nsa(3, rngs=nnx.Rngs(0)), TypeError, "model must be a Transformer, got int"),
     "NSA": (
         lambda: to_nsa(to_nsa(dense_model(), rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)),
