@@ -667,6 +667,12 @@ def test_a_run_that_was_killed_as_it_began_goes_on(tmp_path):
         RunFolder(tmp_path).check({})
 
 
+def test_measurements_that_were_cut_are_one_line(tmp_path):
+    (tmp_path / "measured.json").write_text('{"dense": ')
+    with refused(command.InputError, "hold whole measurements, got .* in '.*measured.json'. Start again"):
+        RunFolder(tmp_path).results()
+
+
 GEMMA = fields_of("gemma 3 by layer", vocab_size=len(TOKENS))
 FOLLOWED = {
     "a field": (FIELDS | dict(foo_bar=1), [], "foo_bar=1. Pass --ignore foo_bar if", ["--ignore=foo_bar"]),
