@@ -598,7 +598,8 @@ def test_what_needs_less_memory_goes_on_where_there_was_none(source, files, tmp_
 REFUSED = {
     "no text": ([], "", "--text must be files that can be read, got .*none.txt"),
     "empty text": ([], " \n", "--text must hold text, got none in text.txt"),
-    "short text": ([], "a few words", "for rows of 64. Pass more text or a smaller --length"),
+    "short text": ([], "a few words", "for rows of 64 and --held-out 0.05. Pass more text, or"),
+    "all held out": (["--held-out=0.9"], "a" * 256, "--held-out 0.9. Pass .* smaller --length or --held-out"),
     "not UTF-8": ([], b"\xff", "--text must be files of UTF-8, got 'text.txt'"),
     "no source": ([], "words", "source must be a folder, a .gguf file or the name of a repository"),
     "no tokenizer": ([], "words", "SOURCE must have a tokenizer, got"),
@@ -647,6 +648,15 @@ def test_bad_input_is_one_line(what, source, tmp_path, capsys):
     assert not (tmp_path / "run" / "settings.json").exists()
 
 
+def test_needles_that_do_not_fit_say_how_to_begin_again(source, files, tmp_path, capsys):
+    """The folder has its settings by then, and refuses other ones."""
+    assert run(source, files, tmp_path / "run", SIZES) == 2
+
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search("64 for .* Pass other --needle-lengths, or --needles 0, in another --output", line), line
+    assert has_form(line), line
+
+
 def test_a_run_that_was_killed_as_it_began_goes_on(tmp_path):
     (tmp_path / "tokens.bin").touch()
     (tmp_path / ".settings.json.123").touch()
@@ -655,6 +665,12 @@ def test_a_run_that_was_killed_as_it_began_goes_on(tmp_path):
     (tmp_path / ".settings").touch()
     with refused(command.InputError, "must be a folder that is new or holds a run, got '.settings' in"):
         RunFolder(tmp_path).check({})
+
+
+def test_measurements_that_were_cut_are_one_line(tmp_path):
+    (tmp_path / "measured.json").write_text('{"dense": ')
+    with refused(command.InputError, "hold whole measurements, got .* in '.*measured.json'. Start again"):
+        RunFolder(tmp_path).results()
 
 
 GEMMA = fields_of("gemma 3 by layer", vocab_size=len(TOKENS))

@@ -84,6 +84,22 @@ def test_each_answer_is_that_of_the_whole_conversation(model, tokenizer, ending,
     assert len(started) == 1
 
 
+@pytest.mark.parametrize("trim", [" | trim", ""])
+def test_white_space_that_ends_an_answer_is_not_read_twice(model, tokenizer, started, trim):
+    """Nor its end token, whether or not the template trims; that of SmolLM2 and Qwen2 does not."""
+    end = TOKENS.index("<e>")
+    chat = ChatFormat(TEMPLATE.replace(" | trim", trim), (end,), dict(eos_token="<e>"))
+    conversation = Conversation(model, tokenizer, chat, max_length=ROOM)
+    assert "".join(conversation.ask("ee")) == "cbebb\n"
+    tokens = tokenizer.encode("<u>ee<e>\n<a>").ids
+    tokens += [*continued(model, tokens, ROOM, end), *tokenizer.encode("\n<u>da<e>\n<a>").ids]
+
+    second = "".join(itertools.islice(conversation.ask("da"), 2))
+
+    assert second == tokenizer.decode(continued(model, tokens, ROOM, end)[: 1 + 8])
+    assert len(started) == 1
+
+
 def test_an_answer_that_was_stopped_is_closed_before_the_next_question(model, tokenizer, started):
     """A piece may still come, and what came is remembered."""
     conversation = Conversation(model, tokenizer, OPEN, max_length=ROOM)
@@ -271,6 +287,7 @@ def test_a_real_process_reads_a_pipe(folder):
 
 
 BAD = {
+    "unfinished": (["{unfinished}"], "must be finished, got '.*' without its model. Run the command"),
     "tokenizer": (["{folder}"], "a model must have a tokenizer, got '.*' with none that is known"),
     "sampling": (["{run}", "--temperature=0", "--top-p=0.5"], "top_p must come with a temperature above 0"),
 }
@@ -280,9 +297,13 @@ BAD = {
 def test_what_cannot_be_is_one_line_and_exit_code_2(folder, tmp_path, monkeypatch, capsys, arguments, told):
     shutil.copytree(folder / "model", tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").unlink()
+    unfinished = tmp_path / "unfinished"
+    (unfinished / "model").mkdir(parents=True)  # killed while it was saved
+    (unfinished / "settings.json").touch()
     typed(monkeypatch, "cab")
 
-    assert command.main([each.format(folder=tmp_path, run=folder) for each in arguments]) == 2
+    names = dict(folder=tmp_path, run=folder, unfinished=unfinished)
+    assert command.main([each.format(**names) for each in arguments]) == 2
 
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("nsa_jax.chat: ")

@@ -22,7 +22,6 @@ END_IN_A_MESSAGE = [
     "examples/train_lm/run_folder.py: --resume must find a whole checkpoint of this run: {error}",
     "examples/train_lm/settings.py: the sizes must make a model, got one that cannot be: {error}",
     *["nsa_jax/adopt/__main__.py: in_options(error)"] * 2,  # what the library says of the source
-    "nsa_jax/adopt/measure.py: --needle-lengths must suit the needles: {error}",
     "nsa_jax/adopt/run_folder.py: str(error)",
     "nsa_jax/adopt/settings.py: in_options(error)",
     "nsa_jax/dispatch.py: {operation} cannot run as {named}: {reason}",

@@ -423,8 +423,10 @@ def test_nonsense_in_a_field_is_one_error_or_changes_nothing(tmp_path, monkeypat
     once = functools.cache(loading.abstract_transformer)  # what changes nothing is not traced again
     monkeypatch.setattr(loading, "abstract_transformer", once)
     folder, fields = made(tmp_path, family)
-    more = dict(layer_types=None) if family.startswith("gemma") else dict(max_window_layers=1)
-    fields |= more | dict(sliding_window=4, rope_theta=100.0)
+    more = {"qwen3": dict(max_window_layers=1), "gemma": dict(layer_types=None)}.get(family.split()[0], {})
+    fields |= more | dict(rope_theta=100.0) | ({} if "llama" in family else dict(sliding_window=4))
+    (folder / "config.json").write_text(json.dumps(fields))
+    load(folder)  # a field that is refused would hide all others
     rope = fields.get("rope_parameters")
     places = [(name,) for name in fields] + [("rope_parameters", name) for name in rope or ()]
     wrong = []

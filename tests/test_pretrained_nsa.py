@@ -223,7 +223,15 @@ def test_every_weight_keeps_its_sharding_or_gets_the_one_asked_for():
     assert tuple(again["gate"]["bias_out"][...].sharding.spec) == ("tensor", None)
 
 
+def donated():
+    model = nnx.clone(dense_model())
+    model.final_norm.scale.set_value(model.final_norm.scale + 0)
+    model.final_norm.scale.get_value().delete()
+    return model
+
+
 WRONG = {
+    "donated": (lambda: to_nsa(donated(), rngs=nnx.Rngs(0)), ValueError, "arrays, got a donated one"),
     "no model": (lambda: to_nsa(3, rngs=nnx.Rngs(0)), TypeError, "model must be a Transformer, got int"),
     "NSA": (
         lambda: to_nsa(to_nsa(dense_model(), rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)),
@@ -370,6 +378,8 @@ def test_a_model_of_nsa_comes_back_from_a_folder_of_several_files(tmp_path):
     again, tokenizer = load(tmp_path / "model", param_dtype="bfloat16")
 
     assert len(list((tmp_path / "model").glob("model-*.safetensors"))) > 2
+    modes = {path.stat().st_mode for path in (tmp_path / "model").iterdir()}
+    assert modes == {(tmp_path / "model" / "config.json").stat().st_mode}  # whoever reads one reads all
     assert again.config == model.config
     assert tokenizer is None
     weights = nn.weights(again)

@@ -148,7 +148,8 @@ def test_a_text_is_that_of_generate(served, expected):
     assert choice.text == expected("cab")
     assert (choice.finish_reason, found.model, found.object) == ("length", "small", "text_completion")
     assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (3, 40, 43)
-    assert served.complete([2, 0, 1]).choices[0].text == choice.text
+    for prompt in ([2, 0, 1], ["cab"], [[2, 0, 1]]):  # many clients send lists of prompts, of one, too
+        assert served.complete(prompt).choices[0].text == choice.text
     assert len(served.complete(max_tokens=None).choices[0].text) <= 16
     hot = dict(temperature=1.5, top_p=0.9)
     assert served.complete(seed=7, **hot).choices[0].text == expected("cab", key=7, **hot)
@@ -353,7 +354,8 @@ BAD = {
     "seed": (dict(seed=2**70), "key must be at most"),
     "empty": (dict(prompt=""), "prompt must be .P. with P at least 1"),
     "ids": (dict(prompt=[1.5]), "prompt must be an integer array"),
-    "several": (dict(prompt=["a", "b"]), "prompt must be an integer array"),
+    "several": (dict(prompt=["a", "b"]), "prompt must be one text, or the ids of one, got a list of 2"),
+    "several of ids": (dict(prompt=[[1], [2]]), "prompt must be one text, .*, got a list of 2"),
 }
 
 

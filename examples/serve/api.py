@@ -191,7 +191,12 @@ class Api:
             raise ApiError(f"a request must have {told}, got {', '.join(fields)}. Add it.")
         if kind is CHAT:
             prompt = self._chat.prompt([_message(each) for each in prompt])
-        elif isinstance(prompt, list):
+        elif isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+            if len(prompt) > 1:
+                got = f"a list of {len(prompt)}"
+                raise ApiError(f"prompt must be one text, or the ids of one, got {got}. Split the request.")
+            (prompt,) = prompt
+        if isinstance(prompt, list):
             return prompt
         if found := lone_surrogate(prompt):
             raise ApiError(f"a prompt must be Unicode, got {found}. Leave it out, or correct it.")

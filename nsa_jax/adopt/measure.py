@@ -90,7 +90,11 @@ class Measurements:
                 seed=self.settings.seed,
             )
         except ValueError as error:
-            raise InputError(f"--needle-lengths must suit the needles: {error}") from error
+            told = str(error).rstrip(".")
+            raise InputError(
+                f"needles must fit into their prompts, got the error {told!r}. Pass other --needle-lengths, "
+                "or --needles 0, in another --output."
+            ) from error
         return {name: np.asarray(value).tolist() for name, value in vars(found).items()}
 
     def _recall(self, model: Transformer, dense: Transformer) -> dict[str, Any]:

@@ -105,10 +105,16 @@ class RunFolder:
         return [json.loads(line) for line in text.splitlines()]
 
     def results(self) -> dict[str, Any]:
-        """What was measured so far."""
-        if not self.measured.exists():
+        """What was measured so far. Raises InputError if it was damaged."""
+        try:
+            return json.loads(self.measured.read_text(encoding="utf-8"))
+        except FileNotFoundError:
             return {}
-        return json.loads(self.measured.read_text(encoding="utf-8"))
+        except ValueError as error:  # of JSON or UTF-8
+            raise InputError(
+                f"--output must hold whole measurements, got the error {str(error)!r} in "
+                f"{str(self.measured)!r}. Start again without this file, and all is measured again."
+            ) from error
 
     def note(self, of: str, what: str, value: Any) -> None:
         """Adds a measurement of a model."""

@@ -139,8 +139,8 @@ def split(documents: Documents, *, length: int, share: float, seed: int) -> tupl
     if not len(held) or sizes[rest].sum() < length:
         raise InputError(
             "--text must have a document of at least --length tokens to hold out, and as many to train on, "
-            f"got {total} tokens, {longest} in the longest document, for rows of {length}. Pass more "
-            "text or a smaller --length."
+            f"got {total} tokens, {longest} in the longest document, for rows of {length} and --held-out "
+            f"{share}. Pass more text, or a smaller --length or --held-out."
         )
     return Documents(tokens, starts[rest], sizes[rest]), Documents(tokens, starts[held], sizes[held])
 

@@ -125,13 +125,15 @@ class Conversation:
         before, self._prompt = self._prompt, self._chat.prompt(self._messages)
         if self._session is None:
             return self._encode(self._prompt)
-        answer = self._messages[-2]["content"].strip()  # as templates write it
-        rest = self._prompt.removeprefix(before)
-        begin = rest.find(answer)
-        if rest == self._prompt or begin < 0 or rest[:begin].strip():
+        rest, answer = self._prompt.removeprefix(before), self._messages[-2]["content"]
+        if rest == self._prompt:
             return None
-        ids = self._encode(rest[begin + len(answer) :])
-        return ids[1:] if ids[:1] == [self._end_token] else ids
+        for written in (answer, answer.strip()):  # some templates trim
+            begin = rest.find(written)
+            if begin >= 0 and not rest[:begin].strip():
+                ids = self._encode(rest[begin + len(written) :])
+                return ids[1:] if ids[:1] == [self._end_token] else ids
+        return None
 
     def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if found := lone_surrogate(text):

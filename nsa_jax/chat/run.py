@@ -7,6 +7,7 @@ from nsa_jax.dispatch import default_platform
 from nsa_jax.generate import prepare
 from nsa_jax.model import Transformer
 from nsa_jax.pretrained import ChatFormat, load, load_chat_format
+from nsa_jax.pretrained.folder import CONFIG
 
 
 def open_run(run: str) -> tuple[Transformer, Any, ChatFormat]:
@@ -16,9 +17,15 @@ def open_run(run: str) -> tuple[Transformer, Any, ChatFormat]:
       run: the folder of a run of `nsa_jax.adopt`, or what `load` takes.
 
     Raises:
-      TypeError, ValueError, ImportError: as in `load`; or there is no tokenizer.
+      TypeError, ValueError, ImportError: as in `load`; or the run is not finished, or there is no tokenizer.
     """
-    trained = pathlib.Path(run) / "model"
+    folder = pathlib.Path(run)
+    trained = folder / "model"
+    if (folder / "settings.json").exists() and not any((x / CONFIG).exists() for x in (folder, trained)):
+        raise ValueError(
+            f"a run of nsa_jax.adopt must be finished, got {run!r} without its model. Run the command that "
+            "began it again, which goes on."
+        )
     source = str(trained) if trained.is_dir() else run
     dtype = "bfloat16" if default_platform() == "cuda" else "float32"
     model, tokenizer = load(source, dtype=dtype, param_dtype=dtype)

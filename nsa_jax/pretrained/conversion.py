@@ -74,8 +74,8 @@ def to_nsa(
 
     Raises:
       TypeError: an argument is of the wrong kind, or the model holds no arrays.
-      ValueError: an option is out of range or unknown, `model` has NSA layers already, or the new model would
-        have none.
+      ValueError: an option is out of range or unknown, `model` has NSA layers already or donated arrays, or
+        the new model would have no NSA layer.
       NotImplementedError: as in `nsa_jax.model.Transformer`.
 
     Examples:
@@ -134,6 +134,11 @@ def _arrays(model: Any) -> Mapping[str, Array]:
             raise TypeError(
                 f"model must hold arrays, got {type(value).__name__} at {name}. Call it outside jit, on a "
                 "model that was loaded."
+            )
+        if value.is_deleted():
+            raise ValueError(
+                f"model must hold arrays, got a donated one at {name}. Convert it before a step or prepare "
+                "takes its arrays."
             )
     return arrays
 

@@ -47,7 +47,7 @@ def read_rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     settings = {name: value for name, value in given.items() if value is not None}
     base = settings.get("rope_theta", fields.get("rope_theta") or DEFAULT_BASE)
     kind = settings.get("rope_type", settings.get("type", "default"))
-    if kind != "default" and kind not in _KINDS:
+    if kind not in ("default", *_KINDS):
         _refuse("rope_type", kind)
     make, names = _KINDS.get(kind, (None, {}))
     if "original_max_position_embeddings" in names:

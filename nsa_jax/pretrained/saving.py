@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -113,6 +114,8 @@ def save(
             (folder / name).write_text(content, encoding="utf-8")
         # Last, because a folder without it is no model.
         (folder / CONFIG).write_text(text, encoding="utf-8")
+        for file in files:  # which safetensors keeps from all but their owner
+            shutil.copymode(folder / CONFIG, folder / file)
 
 
 @contextlib.contextmanager
