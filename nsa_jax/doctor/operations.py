@@ -162,7 +162,8 @@ def _scores(score: Callable[..., Any], arrays: Sequence[Any], dtype: str) -> np.
     block = np.arange(scores.shape[-1])
     current = position // CONFIG.selection_block_size
     certain = (block < CONFIG.num_initial_blocks) | (block > current - CONFIG.num_local_blocks)
-    return np.where(block > current, -np.inf, np.where(certain, np.inf, scores))
+    infinity = scores.dtype.type(np.inf)  # NumPy 2.1 takes a float beside bfloat16 for one of float16
+    return np.where(block > current, -infinity, np.where(certain, infinity, scores))
 
 
 def best_blocks(scores: np.ndarray) -> np.ndarray:
