@@ -31,7 +31,7 @@ SHAPES = {
     "paper": ((64, 4, 128, 128, 64, {}), (0, 0)),
     "four_heads": ((16, 4, 128, 128, 64, {}), (0, 64)),
     "wide_keys": ((64, 4, 192, 128, 64, {}), (0, 0)),
-    "packed": ((64, 4, 128, 128, 64, dict(packed=True, length=1024)), (8, 0)),
+    "packed": ((64, 4, 128, 128, 64, dict(packed=True)), (8, 0)),
     "odd_sizes": ((24, 4, 64, 64, 128, dict(dtype="float16", length=1001)), (12, 24)),
 }
 # The same where jaxlib links the kernels, so that warpgroups cannot share registers. Triton's kernels are the
