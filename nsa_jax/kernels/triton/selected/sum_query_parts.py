@@ -20,7 +20,7 @@ from nsa_jax.kernels.triton.selected.unions import last_rows
 from nsa_jax.layout import Placement
 
 ROWS = 16  # of a program, or those of one query if they are more
-SLOTS_AT_ONCE = 8  # whose loads are in flight together
+SLOTS_AT_ONCE = 16  # whose loads are in flight together
 
 
 def add_query_parts(

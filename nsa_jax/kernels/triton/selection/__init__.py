@@ -221,7 +221,7 @@ def _score(
         placement.position, placement.compression_start if placement.packed else None, chunk,
         out=jax.ShapeDtypeStruct(shape, jnp.float32),
         grid=(-(-shape[2] // sizes.tokens) * column_programs, shape[0] * shape[1]),
-        num_warps=sizes.num_warps, num_stages=sizes.num_stages,
+        num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_compressed=num_compressed, scale=scale, NUM_HEADS=num_heads, H0=first, H1=second,
         SIZE=config.compression_block_size, STRIDE=config.compression_stride, TOKENS=sizes.tokens,
         COLUMNS=columns, PADDED=padded, TILES_EACH=sizes.column_tiles, COLUMN_PROGRAMS=column_programs,

@@ -9,7 +9,7 @@ class RangeQuerySizes(NamedTuple):
     """Sizes of the forward and of the gradient of the queries.
 
     Attributes:
-      rows: query tokens times padded heads of a tile.
+      rows: of a tile of queries, see `dims.TileRows`.
       keys: keys of a step.
       num_warps: warps of a program.
       num_stages: steps whose loads are in flight.
@@ -37,6 +37,7 @@ class RangeQuerySizes(NamedTuple):
 _Q = RangeQuerySizes
 RANGE_FORWARD = (
     Row(Bounds(heads=4, largest_dim=64, from_0=True), _Q(64, 128, 4, 1, 128, halve=True), FEW_HEADS),
+    Row(Bounds(heads=4, largest_dim=64), _Q(64, 128, 4, 1, 128), FEW_HEADS),
     Row(Bounds(heads=64, largest_dim=192, value_dim=128, from_0=True),
         _Q(64, 128, 4, 1, 168, halve=True), "h100_long, h100_192_128"),
     Row(Bounds(heads=64, value_dim=96), _Q(64, 64, 4, 1, 128), "other dims"),
@@ -52,6 +53,7 @@ RANGE_FORWARD = (
     Row(Bounds(ALL, 4), _Q(16, 32, 4, 1, peel=False), "compiled"),
 )  # fmt: skip
 RANGE_QUERY_GRADIENT = (
+    Row(Bounds(heads=4, largest_dim=64, from_0=False), _Q(64, 32, 4, 3, 96), FEW_HEADS),
     Row(Bounds(heads=4, largest_dim=64), _Q(64, 32, 4, 3), FEW_HEADS),
     Row(Bounds(heads=4, largest_dim=128), _Q(64, 64, 4, 1, 168), FEW_HEADS),
     Row(Bounds(heads=64, largest_dim=128, from_0=True), _Q(64, 64, 4, 2), "h100_long"),
@@ -81,11 +83,12 @@ class RangeKeySizes(NamedTuple):
 
     Attributes:
       keys: keys of a tile.
-      rows: query tokens times padded heads of a step.
+      rows: of a step: query tokens times padded heads, or tokens of one head (`KeyRanges.heads_apart`).
       num_warps: warps of a program.
       num_stages: steps whose loads are in flight.
       segments: parts into which the queries are cut; None chooses by shape.
       keys_first: whether logits are held with keys as rows, so that no product needs them transposed.
+      registers: most registers of a thread; None leaves it to the compiler.
     """
 
     keys: int
@@ -94,6 +97,7 @@ class RangeKeySizes(NamedTuple):
     num_stages: int
     segments: int | None = None
     keys_first: bool = True
+    registers: int | None = None
 
     def shared_bytes(self, shape: Shape) -> int:
         """Keys, values, and the rows of all stages."""
@@ -103,6 +107,7 @@ class RangeKeySizes(NamedTuple):
 
 _K = RangeKeySizes
 RANGE_KEY_GRADIENTS = (
+    Row(Bounds(heads=3, largest_dim=64, from_0=False), _K(64, 64, 4, 3, registers=168), FEW_HEADS),
     Row(Bounds(heads=64, dims=192), _K(64, 64, 4, 3), "other dims"),
     Row(Bounds(heads=4, dims=256), _K(64, 64, 4, 2), FEW_HEADS),
     Row(Bounds(heads=64, dims=256), _K(128, 64, 8, 3), "h100_long"),

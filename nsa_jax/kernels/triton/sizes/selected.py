@@ -13,8 +13,8 @@ class SelectedQuerySizes(NamedTuple):
     """Sizes of the forward and of the gradient of the queries.
 
     Attributes:
-      rows: tokens times padded query heads of a tile, at least 16, of at most 32 tokens. 64 rows make one
-        wgmma. float32 takes 16, because its products limit the speed and small tiles mask fewer of them.
+      rows: of a tile of queries (`unions.rows_of_listed_tile`), at least 16, of at most 32 tokens. 64 rows
+        make one wgmma. float32 takes 16, because its products limit the speed and small tiles mask fewer.
       keys: most keys of a step; a block with fewer is one step.
       num_warps: warps of a program.
       num_stages: steps whose loads are in flight.
@@ -58,7 +58,8 @@ SELECTED_FORWARD = (
     Row(Bounds(heads=1, largest_dim=128, long_blocks=True), _F(32, 128, 2, 1), KEYS_AS_ROWS),
     Row(Bounds(heads=1, largest_dim=128), _F(32, 64, 1, 1), "h100_1_head_per_kv_head"),
     Row(Bounds(heads=1), _F(32, 64, 2, 1), "other dims"),
-    Row(Bounds(heads=64, largest_dim=64, long_blocks=True), _F(64, 128, 4, 1, 128), KEYS_AS_ROWS),
+    Row(Bounds(heads=64, largest_dim=64, long_blocks=True, blackwell=False),
+        _F(64, 128, 4, 1, 128), KEYS_AS_ROWS),
     Row(Bounds(heads=64, largest_dim=192, value_dim=128, long_blocks=True),
         _F(64, 128, 4, 1, 168), KEYS_AS_ROWS),
     Row(Bounds(heads=64, value_dim=128), _F(64, 64, 4, 1, 128), "h100_long, h100_192_128"),
@@ -229,7 +230,7 @@ _O = SelectedPartSizes
 # Calls for which there is no row take the kernels with queries outside. Measured were 3 and 4 heads of 64, 4
 # of 128 and 2 of 256; with fewer heads tiles mask more, and a part is smaller.
 OUTPUT_PARTS = (
-    Row(Bounds(heads=4, largest_dim=64), _O(64, 4, 1, 128, 512, 6144, 2.1, 2**19), FEW_HEADS),
+    Row(Bounds(heads=4, largest_dim=64), _O(64, 4, 1, 80, 512, 6144, 2.1, 2**19), FEW_HEADS),
     Row(Bounds(heads=4, largest_dim=128), _O(64, 4, 1, 128, 512, 12288, 1.7), FEW_HEADS),
     Row(Bounds(heads=4), _O(64, 4, 1, None, 512, 12288, 2.4), FEW_HEADS),
 )

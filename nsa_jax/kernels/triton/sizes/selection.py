@@ -29,6 +29,7 @@ class SelectionSizes(NamedTuple):
       column_tiles: tiles of scores that one program makes, one after the other.
       best_columns: scores of a row that the top-n kernel holds in registers at a time, a power of two.
       buffer_bytes: most bytes of the scores of a chunk, unless one tile of tokens takes more.
+      registers: most registers of a thread of the score kernel; None leaves it to the compiler.
     """
 
     tokens: int = 64
@@ -38,6 +39,7 @@ class SelectionSizes(NamedTuple):
     column_tiles: int = 1
     best_columns: int = 128
     buffer_bytes: int = 256 * KIB * KIB
+    registers: int | None = None
 
     def shared_bytes(self, shape: Shape) -> int:
         """Compressed keys, queries of all stages, and the parts of float32 operands."""
@@ -49,7 +51,9 @@ class SelectionSizes(NamedTuple):
 
 _S = SelectionSizes
 SELECTION = (
+    Row(Bounds(heads=4, largest_dim=64, blackwell=False), _S(64, 64, 4, 3, registers=96), FEW_HEADS),
     Row(Bounds(heads=4, largest_dim=64), _S(64, 64, 4, 3), FEW_HEADS),
+    Row(Bounds(largest_dim=128, blackwell=False), _S(64, 128, 4, 2, registers=168), FEW_HEADS),
     Row(Bounds(largest_dim=192), _S(64, 128, 4, 3), "h100_long"),
     Row(Bounds(heads=4), _S(64, 128, 4, 1), FEW_HEADS),
     *(
