@@ -30,6 +30,7 @@ CHECKS = {
     "range": (
         *(f"case {x}" for x in ("window", "compressed", "packed", "scattered", "all", "known_window")),
         *(
+            "case apart",
             "case known_odd",
             "case known_long",
             "case known_peeled",
@@ -43,6 +44,7 @@ CHECKS = {
             "case known_halves_many",
             "case runs_window",
             "case runs_one",
+            "case runs_three_heads",
             "case runs_of_odd_length",
             "case runs_ring",
             "case runs_stretches",

@@ -9,8 +9,9 @@ import pytest
 WHERE = "installed by `tox -e test`; not a dependency of nsa_jax"
 pytest.importorskip("jax_triton", reason=f"needs jax-triton, {WHERE}", exc_type=ImportError)
 
-from nsa_jax.kernels.triton.dims import tokens_of  # noqa: E402
+from nsa_jax.kernels.triton.dims import padded_heads, rows_of_tile  # noqa: E402
 from nsa_jax.kernels.triton.ranges.backward_key import choose_segments  # noqa: E402
+from nsa_jax.kernels.triton.selected.unions import rows_of_listed_tile  # noqa: E402
 from nsa_jax.kernels.triton.sizes import (  # noqa: E402
     ALL,
     Row,
@@ -70,12 +71,28 @@ def test_an_item_is_halved_until_there_are_enough():
 
 @pytest.mark.parametrize("table", [SELECTED_FORWARD, SELECTED_QUERY_GRADIENT], ids=["forward", "gradient"])
 def test_a_tile_has_no_more_tokens_than_a_list_of_blocks_takes(table):
-    heads, dims, blocks = (1, 2, 3, 16, 64, 128), (64, 96, 128, 192, 256), (64, 128)
+    heads, dims, blocks = (1, 2, 3, 5, 16, 64, 128), (64, 96, 128, 192, 256), (64, 128)
     for gpu, float_bytes, count, key, value, block in itertools.product(
         ALL, (2, 4), heads, dims, dims, blocks
     ):
         sizes = choose_sizes(table, Shape(gpu, float_bytes, count, key, value, block_size=block))
-        assert tokens_of(sizes.rows, count) <= 32, (gpu, float_bytes, count, key, value, block)
+        tokens = rows_of_listed_tile(sizes.rows, count).tokens
+        assert tokens <= 32, (gpu, float_bytes, count, key, value, block)
+
+
+@pytest.mark.parametrize(
+    ("heads", "packed", "listed"),
+    [
+        *((1, (64, 1), (64, 1)), (3, (21, 3), (21, 3)), (4, (16, 4), (16, 4)), (6, (10, 6), (10, 6))),
+        *((7, (9, 7), (8, 8)), (15, (4, 16), (4, 16)), (100, (1, 128), (1, 128))),
+    ],
+)
+def test_heads_that_are_padding_are_left_out_where_more_tokens_fit(heads, packed, listed):
+    """Longer tiles have longer lists of blocks, so these ask for a quarter more tokens."""
+    rows = max(64, padded_heads(heads))
+    assert rows_of_tile(64, heads, packed=True) == (*packed, rows)
+    assert rows_of_listed_tile(64, heads) == (*listed, rows)
+    assert rows_of_tile(64, heads, packed=False).heads == padded_heads(heads)
 
 
 def test_what_chose_a_row_can_be_looked_up():

@@ -125,6 +125,7 @@ class _GridExecutor(interpreter.GridExecutor):
         places = list(itertools.product(*map(range, self.grid)))
         if "wait_for" in self.fn.__globals__:
             return _run_together(lambda: self.fn(**args), places)
+        random.Random(len(places)).shuffle(places)  # in order, a program could mend what another wrote over
         for place in places:
             interpreter.interpreter_builder.set_grid_idx(*place)
             self.fn(**args)

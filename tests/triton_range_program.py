@@ -63,9 +63,10 @@ CASES = {
         6, 32, 16, "packed", batch=2, kv_heads=1, keys_first=False, segments=2, num_queries=33, peel=False
     ),
     "scattered": Case(1, 48, 16, "scattered", num_keys=35, batch=2, segments=2, weighted=True),
+    "apart": Case(3, 16, 16, "apart", num_queries=35, num_keys=600),
     "all": Case(2, 16, 48, "all", scale=-0.3, keys_first=False, weighted=True, num_queries=20, num_keys=35),
     "known_window": Case(8, 16, 16, "window_16", num_queries=53, edges=known(0, 16), weighted=True),
-    "known_odd": Case(4, 16, 16, "window_18", num_queries=45, edges=known(0, 18), weighted=True, keys=32),
+    "known_odd": Case(3, 16, 16, "window_18", num_queries=45, edges=known(0, 18), weighted=True, keys=32),
     "known_long": Case(
         8, 16, 16, "window_66", num_queries=80, num_keys=80, edges=known(0, 66), keys=32, peel=False
     ),
@@ -81,7 +82,7 @@ CASES = {
         4, 16, 16, "strides_1", num_queries=53, edges=known(0, None), keys=32, halve=True, weighted=True
     ),
     "known_halves": Case(
-        8,
+        5,
         16,
         16,
         "strides",
@@ -117,7 +118,7 @@ CASES = {
         ),
     ),
     "runs_one": Case(
-        4,
+        3,
         16,
         16,
         "window",
@@ -127,6 +128,9 @@ CASES = {
         keys=16,
         weighted=True,
         runs=Runs((Run(27, jnp.asarray(38)),)),
+    ),
+    "runs_three_heads": Case(  # tiles whose rows are all used would reach into both runs
+        3, 16, 16, "window", num_queries=48, num_keys=90, length=90, runs=Runs((Run(24, 2), Run(24, 50)))
     ),
     "runs_of_odd_length": Case(
         4, 16, 16, "window", num_queries=26, num_keys=60, length=60, runs=Runs((Run(13, 2), Run(13, 40)))
@@ -222,6 +226,8 @@ def ranges_of(case: Case, random) -> tuple[np.ndarray, np.ndarray]:
     elif case.ranges == "scattered":
         start = random.integers(0, case.num_keys, shape)
         end = random.integers(0, case.num_keys + 1, shape)
+    elif case.ranges == "apart":  # no step has keys of two queries
+        start, end = 16 * t, 16 * t + 16
     elif case.ranges == "all":
         start, end = 0 * t, 0 * t + case.num_keys
     else:
@@ -246,7 +252,8 @@ def check_case(name: str) -> dict[str, float]:
     previous = draw(*query.shape) if case.weighted else None
     ranges = key_ranges(case, random)
     if case.runs is not None:  # whole tiles, or a single run
-        assert ranges.edges.of_tiles(32 // case.heads, case.num_queries).known == ("odd" not in name), name
+        tokens = ranges.rows_of_tile(32, case.heads).tokens
+        assert ranges.edges.of_tiles(tokens, case.num_queries).known == ("odd" not in name), name
     index, (start, end) = np.arange(case.num_keys), (np.asarray(x) for x in (ranges.start, ranges.end))
     seen = ((index >= start[..., None]) & (index < end[..., None]))[:, :, None]
     scale = case.key_dim**-0.5 if case.scale is None else case.scale

@@ -26,13 +26,13 @@ def key_tiles(array: Array, rows: int, tma: bool) -> tuple[Source, Source]:
     return _descriptors(array.reshape(batch, length, heads * dim), (1, rows), dim)
 
 
-def query_tiles(array: Array, num_kv_heads: int, tokens: int, tma: bool) -> tuple[Source, Source]:
-    """The same for tiles of `tokens` tokens with the padded heads of one KV head, of `[B, T, N, D]`."""
+def query_tiles(array: Array, groups: int, tokens: int, tma: bool) -> tuple[Source, Source]:
+    """The same for tiles of `tokens` tokens with the padded heads of one of the groups, of `[B, T, N, D]`."""
     if not tma:
         return array, None
     batch, length, num_heads, dim = array.shape
-    heads = num_heads // num_kv_heads
-    array = array.reshape(batch, length, num_kv_heads, heads, dim)
+    heads = num_heads // groups
+    array = array.reshape(batch, length, groups, heads, dim)
     return _descriptors(array, (1, tokens, 1, padded_heads(heads)), dim)
 
 
@@ -68,13 +68,13 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Where tiles of TOKENS tokens with the heads of one KV head come from: `[B, length, KV_HEADS, G, D]`.
+    """Where tiles of TOKENS tokens with a group of heads come from: `[B, length, GROUPS, G, D]`.
 
     Attributes:
       first, second: a pointer and None, or a descriptor of each piece.
-      b, kv_head, length: row of the batch, KV head, and tokens of the row.
-      KV_HEADS: K.
-      G: query heads of a KV head.
+      b, group, length: row of the batch, first group of the program's heads, and tokens of the row.
+      GROUPS: groups of heads: one a KV head, or one a query head.
+      G: query heads of a group.
       PADDED_G: heads of a tile for each token.
       TOKENS: tokens of a tile.
       DIM: `Dim` of a query.
@@ -84,9 +84,9 @@ class Queries(NamedTuple):
     first: tl.tensor
     second: tl.tensor | None
     b: tl.tensor
-    kv_head: tl.tensor
+    group: tl.tensor
     length: tl.tensor
-    KV_HEADS: tl.constexpr
+    GROUPS: tl.constexpr
     G: tl.constexpr
     PADDED_G: tl.constexpr
     TOKENS: tl.constexpr
@@ -103,7 +103,7 @@ class Rows(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """TOKENS neighbouring queries, each with the PADDED_G query heads of one KV head: the rows of a program.
+    """TOKENS neighbouring queries, each with the query heads of one KV head: the rows of a program.
 
     Attributes:
       b: row of the batch.
@@ -124,16 +124,22 @@ class QueryTile(NamedTuple):
 
 @triton.jit
 def query_tile(
-    tile, num_queries, KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr
-):
-    """Tile number `tile` of the batch row and KV head that the program has on the grid's y axis."""
+    tile, num_queries, KV_HEADS: tl.constexpr, G: tl.constexpr, ROW_HEADS: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Tile number `tile` of the batch row and KV head that the program has on the grid's y axis.
+
+    ROW_HEADS, TOKENS, ROWS: see `dims.TileRows`.
+    """
     b = tl.program_id(1) // KV_HEADS
     kv_head = tl.program_id(1) % KV_HEADS
-    r = tl.arange(0, TOKENS * PADDED_G)
-    token = r // PADDED_G
-    head = r % PADDED_G
+    r = tl.arange(0, ROWS)
+    token = r // ROW_HEADS
+    head = r % ROW_HEADS
     first_token = tile * TOKENS
     inside = (first_token + token < num_queries) & (head < G)
+    if ROWS > TOKENS * ROW_HEADS:
+        inside = inside & (token < TOKENS)
     first_query = b.to(tl.int64) * num_queries
     first_row = (first_query + first_token) * (KV_HEADS * G) + kv_head * G
     rows = Rows(first_row, token * (KV_HEADS * G) + head, inside)
@@ -169,24 +175,24 @@ def load_chosen_keys(keys, token, inside):
 
 
 @triton.jit
-def load_queries(queries, token):
-    """The tile of queries that starts at `token`; 0 where the token or head does not exist."""
+def load_queries(queries, token, group):
+    """The tile of queries of a group of heads that starts at `token`; 0 where token or head do not exist."""
     ROWS: tl.constexpr = queries.TOKENS * queries.PADDED_G
     D0: tl.constexpr = queries.DIM.D0
     D1: tl.constexpr = queries.DIM.D1
     if queries.TMA:
-        x0 = queries.first.load([queries.b, token, queries.kv_head, 0, 0]).reshape(ROWS, D0)
+        x0 = queries.first.load([queries.b, token, queries.group + group, 0, 0]).reshape(ROWS, D0)
         if D1 > 0:
-            x1 = queries.second.load([queries.b, token, queries.kv_head, 0, D0]).reshape(ROWS, D1)
+            x1 = queries.second.load([queries.b, token, queries.group + group, 0, D0]).reshape(ROWS, D1)
         else:
             x1 = None
         tile = Pieces(x0, x1)
     else:
         r = tl.arange(0, ROWS)
         inside = (token + r // queries.PADDED_G < queries.length) & (r % queries.PADDED_G < queries.G)
-        row = (queries.b.to(tl.int64) * queries.length + token) * queries.KV_HEADS + queries.kv_head
+        row = (queries.b.to(tl.int64) * queries.length + token) * queries.GROUPS + queries.group + group
         start = row * (queries.G * (D0 + D1))
-        offset = (r // queries.PADDED_G) * (queries.KV_HEADS * queries.G) + r % queries.PADDED_G
+        offset = (r // queries.PADDED_G) * (queries.GROUPS * queries.G) + r % queries.PADDED_G
         tile = load_at(queries.first + start, offset * (D0 + D1), inside, queries.DIM)
     return tile
 

@@ -107,7 +107,8 @@ def dense_log_sum_exp_kernel(
 ):  # fmt: skip
     """Log-sum-exps of a tile of queries."""
     DIM: tl.constexpr = Dim(H0, H1)
-    tile = query_tile(tl.num_programs(0) - 1 - tl.program_id(0), num_queries, KV_HEADS, G, PADDED_G, TOKENS)
+    number = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = query_tile(number, num_queries, KV_HEADS, G, PADDED_G, TOKENS, TOKENS * PADDED_G)
     keys: tl.constexpr = Keys(keys0, keys1, tile.b, tile.kv_head, num_keys, KV_HEADS, KEYS, DIM, TMA)
     tokens = tokens_of_tile(tile, position, sequence_start, num_queries, TOKENS)
     at = tile.first_query + tile.first_token + tile.token

@@ -123,7 +123,7 @@ def selected_probabilities_kernel(
 ):  # fmt: skip
     """Probabilities of the slots of a tile of queries."""
     DIM: tl.constexpr = Dim(H0, H1)
-    tile = query_tile(tl.program_id(0), num_queries, KV_HEADS, G, PADDED_G, TOKENS)
+    tile = query_tile(tl.program_id(0), num_queries, KV_HEADS, G, PADDED_G, TOKENS, TOKENS * PADDED_G)
     keys: tl.constexpr = Keys(keys0, keys1, tile.b, tile.kv_head, num_keys, KV_HEADS, KEYS, DIM, TMA)
     at = tile.first_query + tile.first_token + tile.token
     row = SlotRow(load_lse(lse, tile.rows), tl.load(last_keys + at, mask=tile.rows.inside, other=-1))

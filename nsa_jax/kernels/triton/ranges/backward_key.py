@@ -1,10 +1,10 @@
 """Range attention backward to keys and values (Eq. 4): a tile of keys loops over the queries that see it.
 
 grid = (segments ceil(S / keys), B K): one program per tile of keys and segment of the queries. It keeps d_key
-and d_value of its keys in registers and loops over tiles of queries (`rows` = tokens x heads), from the first
-that sees one of its keys to the last. These two are computed, or found from the ranges before the launch.
-Where every query sees every key, nothing is masked. A step takes four products: logits, `d_out v^T`, d_value,
-d_key.
+and d_value of its keys in registers and loops over tiles of queries, from the first that sees one of its keys
+to the last. These two are computed, or found from the ranges before the launch. Where every query sees every
+key, nothing is masked. A step has `rows` rows: a tile of tokens with all heads, or, where too many of these
+would be padding, of one head (`APART`). It takes four products: logits, `d_out v^T`, d_value, d_key.
 
 A compressed branch has few keys and very many queries, so its queries are cut into segments. Each leaves
 float32 sums `[segments, B, S, K, H + V]` (at most 300 MB), which are added in order. Programs of one segment
@@ -126,12 +126,13 @@ def ranges_of_rows(start, end, heads: int, tokens: int) -> Int32[Array, "B 2 row
     return jnp.stack([by_token(start), by_token(jnp.maximum(end - start, 0))], axis=1)
 
 
-def scalars_of_rows(lse, delta, gate, heads: int, tokens: int) -> Float[Array, "B K 2|3 rows"]:
+def scalars_of_rows(lse, delta, gate, heads: int, tokens: int) -> Float[Array, "B groups 2|3 rows"]:
     """Normaliser, shift and, if there is one, gate of each row, padded to the rows that steps load.
 
-    With these, `p = exp2(logits - normaliser)`, `dv` sums `gate p`, and `dk` sums `gate p (dp - shift)`: the
-    kernel need not hold `p` beside `gate p`. Rows that see nothing, or whose gate and delta are 0, have
-    normaliser inf, since exp2(x - inf) = 0. A gate below 1e-18 in magnitude becomes 1e-18.
+    A group has `heads` query heads. With these numbers `p = exp2(logits - normaliser)`, `dv` sums `gate p`,
+    and `dk` sums `gate p (dp - shift)`: the kernel need not hold `p` beside `gate p`. Rows that see nothing,
+    or whose gate and delta are 0, have normaliser inf, since exp2(x - inf) = 0. A gate below 1e-18 in
+    magnitude becomes 1e-18.
     """
     batch, num_queries, num_heads = lse.shape
     padding = ((0, 0), (0, -num_queries % tokens), (0, 0), (0, padded_heads(heads) - heads))
@@ -173,33 +174,37 @@ def range_key_gradients(
     num_keys, num_kv_heads, value_dim = value.shape[1:]
     heads = num_heads // num_kv_heads
     if sizes is None:
-        sizes = choose_sizes(RANGE_KEY_GRADIENTS, shape_of(query, key, value))
-    tokens = tokens_of(sizes.rows, heads)
+        shape = shape_of(query, key, value, from_0=ranges.edges.from_0)
+        sizes = choose_sizes(RANGE_KEY_GRADIENTS, shape)
+    apart = heads if ranges.heads_apart(sizes.rows, heads) else 1  # groups of a KV head's query heads
+    together, groups = heads // apart, num_kv_heads * apart
+    tokens = tokens_of(sizes.rows, together)
     segments = sizes.segments or choose_segments(
         batch, num_queries, num_keys, num_kv_heads, heads, key_dim + value_dim, sizes.keys
     )
-    scalars = scalars_of_rows(given.lse, delta, given.gate, heads, tokens)
+    scalars = scalars_of_rows(given.lse, delta, given.gate, together, tokens)
     edges, (*_, runs) = ranges.kernel_operands(tokens)
     bounds = rows = None
     if not edges.known:
         bounds = query_bounds(ranges.start, ranges.end, num_keys, sizes.keys, tokens)
-        rows = ranges_of_rows(ranges.start, ranges.end, heads, tokens)
+        rows = ranges_of_rows(ranges.start, ranges.end, together, tokens)
     out = [like(x) if segments == 1 else like(x, (segments, *x.shape), "float32") for x in (key, value)]
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     tma = has_tma()
     if tma:
-        block = tokens * padded_heads(heads)
+        block = tokens * padded_heads(together)
         rows = None if rows is None else TensorDescriptor.from_array(rows, (1, 1, block))
         scalars = TensorDescriptor.from_array(scalars, (1, 1, 1, block))
     d_key, d_value = launch(
-        range_key_gradients_kernel, *query_tiles(query, num_kv_heads, tokens, tma),
-        *query_tiles(given.d_out, num_kv_heads, tokens, tma), *key_tiles(key, sizes.keys, tma),
+        range_key_gradients_kernel, *query_tiles(query, groups, tokens, tma),
+        *query_tiles(given.d_out, groups, tokens, tma), *key_tiles(key, sizes.keys, tma),
         *key_tiles(value, sizes.keys, tma), rows, scalars, bounds, runs,
         out=out, grid=(segments * triton.cdiv(num_keys, sizes.keys), batch * num_kv_heads),
-        num_warps=sizes.num_warps, num_stages=sizes.num_stages,
+        num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys,
         segment_tiles=triton.cdiv(triton.cdiv(num_queries, tokens), segments), SEGMENTS=segments,
-        KV_HEADS=num_kv_heads, G=heads, PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=sizes.keys,
+        KV_HEADS=num_kv_heads, APART=apart, G=together, PADDED_G=padded_heads(together), TOKENS=tokens,
+        KEYS=sizes.keys,
         H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale), KEYS_FIRST=sizes.keys_first,
         GATED=given.gate is not None, **edges.constants(), PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
@@ -221,13 +226,15 @@ class RowData(NamedTuple):
 
     Attributes:
       ranges: start (0) and count (1) of the keys that they see, `[B, 2, length]`; None if they are computed.
-      scalars: normaliser (0), shift (1) and gate (2), `[B, K, 2|3, length]`.
-      length: rows of one batch row and KV head, padded to whole tiles.
+      scalars: normaliser (0), shift (1) and gate (2), `[B, groups, 2|3, length]`.
+      length: rows of one batch row and group of heads, padded to whole tiles.
+      NUMBERS: scalars of a row.
     """
 
     ranges: tl.tensor | None
     scalars: tl.tensor
     length: tl.tensor
+    NUMBERS: tl.constexpr
 
 
 @triton.jit
@@ -242,19 +249,21 @@ def _load_range(data, queries, which, i):
 
 
 @triton.jit
-def _load_scalar(data, queries, which, i):
-    """Normaliser (0), shift (1) or gate (2) of the rows of tile `i`."""
+def _load_scalar(data, queries, group, which, i):
+    """Normaliser (0), shift (1) or gate (2) of the rows of tile `i` of a group of heads."""
     ROWS: tl.constexpr = queries.TOKENS * queries.PADDED_G
     if queries.TMA:
-        found = data.scalars.load([queries.b, queries.kv_head, which, i * ROWS]).reshape(ROWS)
+        found = data.scalars.load([queries.b, queries.group + group, which, i * ROWS]).reshape(ROWS)
     else:
-        found = tl.load(data.scalars + which * data.length + i * ROWS + tl.arange(0, ROWS))
+        found = tl.load(
+            data.scalars + (group * data.NUMBERS + which) * data.length + i * ROWS + tl.arange(0, ROWS)
+        )
     return found
 
 
 @triton.jit
 def _sum_tiles(
-    sums, tile, queries, gradients, data, ranges, run, steps,
+    sums, tile, queries, gradients, data, ranges, run, steps, APART: tl.constexpr,
     SCALE: tl.constexpr, KEYS_FIRST: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -270,13 +279,13 @@ def _sum_tiles(
         low = steps.full_low
         skipped = 0
         past = steps.full_high
-    for step in tl.range(low, past):
+    for step in tl.range(low * APART, past * APART):
+        i = step // APART
+        group = step % APART
         if MASKED:
-            i = tl.where(step < steps.full_low, step, step + skipped)
-        else:
-            i = step
-        q = load_queries(queries, i * queries.TOKENS)
-        d_out = load_queries(gradients, i * queries.TOKENS)
+            i = tl.where(i < steps.full_low, i, i + skipped)
+        q = load_queries(queries, i * queries.TOKENS, group)
+        d_out = load_queries(gradients, i * queries.TOKENS, group)
         if KEYS_FIRST:
             logits = inner(tile.k, q, PRECISION)
             dp = inner(tile.v, d_out, PRECISION)
@@ -284,7 +293,7 @@ def _sum_tiles(
             logits = inner(q, tile.k, PRECISION)
             dp = inner(d_out, tile.v, PRECISION)
         # Numbers of rows are loaded where they are needed: all at once they would not fit into registers.
-        normaliser = _load_scalar(data, queries, 0, i)
+        normaliser = _load_scalar(data, queries, group, 0, i)
         p = tl.exp2(logits * (SCALE * LOG2_E) - tl.expand_dims(normaliser, ROW_AXIS))
         if MASKED:
             if data.ranges is not None:
@@ -299,11 +308,11 @@ def _sum_tiles(
             count = tl.expand_dims(count.to(tl.uint32, bitcast=True), ROW_AXIS)
             p = tl.where(ahead.to(tl.uint32, bitcast=True) < count, p, 0.0)
         if GATED:
-            p = p * tl.expand_dims(_load_scalar(data, queries, 2, i), ROW_AXIS)
+            p = p * tl.expand_dims(_load_scalar(data, queries, group, 2, i), ROW_AXIS)
         gated = p.to(d_out.first.dtype)
         if not KEYS_FIRST:
             gated = tl.trans(gated)
-        shift = tl.expand_dims(_load_scalar(data, queries, 1, i), ROW_AXIS)
+        shift = tl.expand_dims(_load_scalar(data, queries, group, 1, i), ROW_AXIS)
         # This product runs while d_logits are computed; a load in between would serialise the two.
         dv = add_product(gated, d_out, sums.dv, PRECISION)
         ds = (p * (dp - shift)).to(q.first.dtype)
@@ -315,7 +324,7 @@ def _sum_tiles(
 
 @triton.jit
 def _sum_run(
-    sums, tile, queries, gradients, data, ranges, run, limits, segment, segment_tiles,
+    sums, tile, queries, gradients, data, ranges, run, limits, segment, segment_tiles, APART: tl.constexpr,
     SCALE: tl.constexpr, KEYS_FIRST: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the tiles of queries within both limits and segment: first those with a mask, then the others."""
@@ -325,11 +334,11 @@ def _sum_run(
     full_high = tl.minimum(tl.maximum(limits.full_high, full_low), high)
     steps = Limits(low, full_low, full_high, high)
     sums = _sum_tiles(
-        sums, tile, queries, gradients, data, ranges, run, steps,
+        sums, tile, queries, gradients, data, ranges, run, steps, APART,
         SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, GATED=GATED, PRECISION=PRECISION, MASKED=True,
     )  # fmt: skip
     return _sum_tiles(
-        sums, tile, queries, gradients, data, ranges, run, steps,
+        sums, tile, queries, gradients, data, ranges, run, steps, APART,
         SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, GATED=GATED, PRECISION=PRECISION, MASKED=False,
     )  # fmt: skip
 
@@ -338,7 +347,8 @@ def _sum_run(
 def range_key_gradients_kernel(
     queries0, queries1, gradients0, gradients1, keys0, keys1, values0, values1, row_ranges, scalars, bounds,
     runs, d_key, d_value, num_queries, num_keys, segment_tiles, SEGMENTS: tl.constexpr,
-    KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
+    KV_HEADS: tl.constexpr, APART: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr,
+    TOKENS: tl.constexpr, KEYS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
     KEYS_FIRST: tl.constexpr, GATED: tl.constexpr, BRANCH: tl.constexpr, FIRST: tl.constexpr,
     RUN_LENGTH: tl.constexpr, CLIPPED: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr,
@@ -360,18 +370,19 @@ def range_key_gradients_kernel(
     values: tl.constexpr = Keys(values0, values1, b, kv_head, num_keys, KV_HEADS, KEYS, VALUE, TMA)
     held = KeyTile(load_keys(keys, first_key), load_keys(values, first_key), first_key)
     length = (num_queries + TOKENS - 1) // TOKENS * (TOKENS * PADDED_G)
+    NUMBERS: tl.constexpr = 3 if GATED else 2
     if not TMA:
         if row_ranges is not None:
             row_ranges += b.to(tl.int64) * 2 * length
-        scalars += tl.program_id(1).to(tl.int64) * (3 if GATED else 2) * length
-    data = RowData(row_ranges, scalars, length)
+        scalars += tl.program_id(1).to(tl.int64) * (APART * NUMBERS) * length
+    data: tl.constexpr = RowData(row_ranges, scalars, length, NUMBERS)
     queries: tl.constexpr = Queries(
-        queries0, queries1, b, kv_head, num_queries,
-        KV_HEADS=KV_HEADS, G=G, PADDED_G=PADDED_G, TOKENS=TOKENS, DIM=KEY, TMA=TMA,
+        queries0, queries1, b, kv_head * APART, num_queries,
+        GROUPS=KV_HEADS * APART, G=G, PADDED_G=PADDED_G, TOKENS=TOKENS, DIM=KEY, TMA=TMA,
     )  # fmt: skip
     gradients: tl.constexpr = Queries(
-        gradients0, gradients1, b, kv_head, num_queries,
-        KV_HEADS=KV_HEADS, G=G, PADDED_G=PADDED_G, TOKENS=TOKENS, DIM=VALUE, TMA=TMA,
+        gradients0, gradients1, b, kv_head * APART, num_queries,
+        GROUPS=KV_HEADS * APART, G=G, PADDED_G=PADDED_G, TOKENS=TOKENS, DIM=VALUE, TMA=TMA,
     )  # fmt: skip
 
     sums = KeyGradients(zeros(KEYS, KEY), zeros(KEYS, VALUE))
@@ -383,7 +394,7 @@ def range_key_gradients_kernel(
             bounds += (b.to(tl.int64) * key_tiles + tile) * 4
             limits = Limits(tl.load(bounds), tl.load(bounds + 1), tl.load(bounds + 2), tl.load(bounds + 3))
         sums = _sum_run(
-            sums, held, queries, gradients, data, ranges, run, limits, segment, segment_tiles,
+            sums, held, queries, gradients, data, ranges, run, limits, segment, segment_tiles, APART,
             SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, GATED=GATED, PRECISION=PRECISION,
         )  # fmt: skip
     else:
@@ -391,7 +402,7 @@ def range_key_gradients_kernel(
             run = run_at(runs, b, number, num_queries, FIRST, RUN_LENGTH)
             limits = query_limits(first_key, tl.minimum(first_key + KEYS, num_keys), ranges, run, TOKENS)
             sums = _sum_run(
-                sums, held, queries, gradients, data, ranges, run, limits, segment, segment_tiles,
+                sums, held, queries, gradients, data, ranges, run, limits, segment, segment_tiles, APART,
                 SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, GATED=GATED, PRECISION=PRECISION,
             )  # fmt: skip
 

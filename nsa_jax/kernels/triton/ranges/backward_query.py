@@ -17,7 +17,7 @@ import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.kernels.triton.backward import Backward
-from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.gpu import has_tma, shape_of
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import (
@@ -72,7 +72,7 @@ def range_query_gradient(
     if sizes is None:
         shape = shape_of(query, key, value, from_0=ranges.edges.from_0)
         sizes = choose_sizes(RANGE_QUERY_GRADIENT, shape)
-    tokens = tokens_of(sizes.rows, heads)
+    tokens, row_heads, rows = ranges.rows_of_tile(sizes.rows, heads)
     edges, loaded = ranges.kernel_operands(tokens)
     end_steps = edges.end_steps(tokens, sizes.keys)
     tail = end_steps["TAIL"]
@@ -87,7 +87,7 @@ def range_query_gradient(
         grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads),
         num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, G=heads,
-        PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1,
+        ROW_HEADS=row_heads, TOKENS=tokens, ROWS=rows, KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1,
         SCALE=float(scale), PEEL=sizes.peel, **end_steps, **edges.constants(),
         PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
@@ -116,8 +116,9 @@ def _add_step(
 def range_query_gradient_kernel(
     query, keys0, keys1, values0, values1, tail_keys0, tail_keys1, tail_values0, tail_values1, starts, ends,
     runs, out, lse, d_out, d_lse, gate, previous, d_query, products, delta, num_queries, num_keys,
-    KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr,
-    KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    KV_HEADS: tl.constexpr, G: tl.constexpr, ROW_HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     SCALE: tl.constexpr, TAIL: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, PEEL: tl.constexpr,
     BRANCH: tl.constexpr, FIRST: tl.constexpr, RUN_LENGTH: tl.constexpr, CLIPPED: tl.constexpr,
     WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PRECISION: tl.constexpr,
@@ -126,7 +127,9 @@ def range_query_gradient_kernel(
     """Gradients of a tile of queries, and products and delta of its rows."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
-    tile = query_tile(tl.num_programs(0) - 1 - tl.program_id(0), num_queries, KV_HEADS, G, PADDED_G, TOKENS)
+    tile = query_tile(
+        tl.num_programs(0) - 1 - tl.program_id(0), num_queries, KV_HEADS, G, ROW_HEADS, TOKENS, ROWS
+    )
     b, head, rows = tile.b, tile.kv_head, tile.rows
     keys: tl.constexpr = Keys(keys0, keys1, b, head, num_keys, KV_HEADS, KEYS, KEY, TMA)
     values: tl.constexpr = Keys(values0, values1, b, head, num_keys, KV_HEADS, KEYS, VALUE, TMA)
@@ -146,9 +149,9 @@ def range_query_gradient_kernel(
     # exp2(x - inf) = 0: so rows that see nothing add nothing, even in steps without a mask.
     normaliser = tl.load(lse + rows.first + rows.offset, mask=sees, other=float("inf")) * LOG2_E
     numbers = row_numbers(Sources(out, d_lse, gate, products, delta), normaliser, d_out_rows, rows, VALUE)
-    limits = key_limits(tile.first_token, num_queries, ranges, run, TOKENS, KEYS, KEYS)
+    limits = key_limits(tile.first_token, num_queries, ranges, run, TOKENS, ROWS, KEYS, KEYS)
 
-    dq = zeros(TOKENS * PADDED_G, KEY)
+    dq = zeros(ROWS, KEY)
     if PEEL:
         dq = _add_step(
             dq, q, d_out_rows, numbers, tail_keys, tail_values, limits.full_high, seen,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Int32
+from nsa_jax.kernels.triton.dims import TileRows, padded_heads, rows_of_tile
 from nsa_jax.kernels.triton.nonfinite import VisibleKeys
 from nsa_jax.kernels.triton.pieces import LARGEST_INT
 from nsa_jax.layout import Index, Placement
@@ -105,6 +106,23 @@ class KeyRanges:
     def visible(self) -> VisibleKeys:
         """The same in the form that `nonfinite` takes."""
         return VisibleKeys(self.edges.branch, self.start, self.end)
+
+    def rows_of_tile(self, rows: int, heads: int) -> TileRows:
+        """Rows of a tile for `heads` query heads of a KV head, packed unless tiles reach into two runs."""
+        packed = rows_of_tile(rows, heads, packed=True)
+        return packed if self._fit(packed.tokens) else rows_of_tile(rows, heads, packed=False)
+
+    def heads_apart(self, rows: int, heads: int) -> bool:
+        """Whether a step of the gradient of keys takes `rows` tokens of one query head.
+
+        It then has no heads that are padding, but more tokens, so more is masked at the ends of ranges. That
+        pays if an eighth of the heads would be padding.
+        """
+        return 8 * heads <= 7 * padded_heads(heads) and self._fit(rows)
+
+    def _fit(self, tokens: int) -> bool:
+        """Whether as much is known about tiles of so many tokens as about queries."""
+        return self.edges.of_tiles(tokens, self.start.shape[1]) == self.edges
 
     def kernel_operands(self, tokens: int) -> tuple[Edges, tuple[Array | None, Array | None, Array | None]]:
         """`edges` for tiles of `tokens` queries; and starts, ends and runs, None where kernels load none."""
@@ -280,9 +298,12 @@ def seen_by(token, inside, ranges, run):
 
 @triton.jit
 def key_limits(
-    first_token, length, ranges, run, TOKENS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr
-):
+    first_token, length, ranges, run,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
     """The keys that a tile of TOKENS queries loops over, and the middle that all of them see.
+
+    ROWS: a power of two, at least TOKENS.
 
         low ........ full_low - KEYS . full_low ............. full_high . full_high + TAIL ........ high
         masked steps | one masked step | steps without a mask | one masked step | masked steps
@@ -293,8 +314,8 @@ def key_limits(
     middle begins whole steps after `low`, or one step of TAIL later. Empty loaded ranges are ignored.
     """
     if ranges.starts is not None:
-        token = first_token + tl.arange(0, TOKENS)
-        start, end = range_of(token, token < length, ranges, run)
+        token = first_token + tl.arange(0, ROWS)
+        start, end = range_of(token, token < tl.minimum(first_token + TOKENS, length), ranges, run)
         some = start < end
         high = tl.max(tl.where(some, end, 0), 0)
         low = tl.minimum(tl.min(tl.where(some, start, LARGEST_INT), 0), high)

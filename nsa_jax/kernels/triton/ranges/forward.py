@@ -1,12 +1,13 @@
 """Range attention forward (Eq. 4): a tile of queries loops over the keys that at least one of them sees.
 
 grid = (ceil(T / tokens), B K): one program per `tokens` neighbouring queries with all query heads of a KV
-head, `rows` rows in all (4 tokens x 16 heads = 64). In the middle of the loop every query sees every key, and
-nothing is masked; only the steps at its ends compare. For a window the middle ends with the range of the
-first query; the other queries see at most tokens - 1 keys more, which one step of 16 keys covers. Where
-ranges begin at 0 and a step has 128 keys, the last step has 64, and so has the first if 64 keys are left over
-from the whole steps. In the causal case late queries see the most keys, so they start first. Programs of one
-KV head follow each other, so its keys and values stay in L2.
+head, `rows` rows in all (4 tokens x 16 heads = 64; 21 tokens x 3 heads and an empty row). In the middle of
+the loop every query sees every key, and nothing is masked; only the steps at its ends compare. For a window
+the middle ends with the range of the first query; the other queries see at most tokens - 1 keys more, which
+one step of 16 keys covers, of 32 with 3 heads. Where ranges begin at 0 and a step has 128 keys, the last step
+has 64, and so has the first if 64 keys are left over from the whole steps. In the causal case late queries
+see the most keys, so they start first. Programs of one KV head follow each other, so its keys and values stay
+in L2.
 
 Registers of a thread: `rows (keys + V) / (32 num_warps)` floats, and the probabilities in 16 bits. At 64
 rows, 64 keys, 4 warps and V = 128 these are 32 + 64 and 16; 128 in all, so four programs fit on a
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
-from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.gated_sum import gated_rows
 from nsa_jax.kernels.triton.gpu import has_tma, shape_of
 from nsa_jax.kernels.triton.launch import launch, like, named
@@ -68,7 +69,7 @@ def attend_ranges(
     if scale <= 0:  # the kernel takes the largest product for the largest logit
         query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
     assert sizes.peel or not sizes.halve
-    tokens = tokens_of(sizes.rows, heads)
+    tokens, row_heads, rows = ranges.rows_of_tile(sizes.rows, heads)
     edges, loaded = ranges.kernel_operands(tokens)
     end_steps = edges.end_steps(tokens, sizes.keys, sizes.halve)
     tail = end_steps["TAIL"]
@@ -83,7 +84,7 @@ def attend_ranges(
         grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads),
         num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, G=heads,
-        PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1,
+        ROW_HEADS=row_heads, TOKENS=tokens, ROWS=rows, KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1,
         SCALE=float(scale), PEEL=sizes.peel, **end_steps, **edges.constants(),
         PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
@@ -107,8 +108,9 @@ def _attend_step(
 def range_forward_kernel(
     query, keys0, keys1, values0, values1, tail_keys0, tail_keys1, tail_values0, tail_values1, starts, ends,
     runs, out_cmp, out_slc, gates, out, lse, num_queries, num_keys,
-    KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr,
-    KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    KV_HEADS: tl.constexpr, G: tl.constexpr, ROW_HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     SCALE: tl.constexpr, TAIL: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, PEEL: tl.constexpr,
     BRANCH: tl.constexpr, FIRST: tl.constexpr, RUN_LENGTH: tl.constexpr, CLIPPED: tl.constexpr,
     WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PRECISION: tl.constexpr,
@@ -117,7 +119,9 @@ def range_forward_kernel(
     """Outputs and log-sum-exps of a tile of queries."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
-    tile = query_tile(tl.num_programs(0) - 1 - tl.program_id(0), num_queries, KV_HEADS, G, PADDED_G, TOKENS)
+    tile = query_tile(
+        tl.num_programs(0) - 1 - tl.program_id(0), num_queries, KV_HEADS, G, ROW_HEADS, TOKENS, ROWS
+    )
     b, head, rows = tile.b, tile.kv_head, tile.rows
     keys: tl.constexpr = Keys(keys0, keys1, b, head, num_keys, KV_HEADS, KEYS, KEY, TMA)
     values: tl.constexpr = Keys(values0, values1, b, head, num_keys, KV_HEADS, KEYS, VALUE, TMA)
@@ -132,8 +136,8 @@ def range_forward_kernel(
 
     q = load_rows(query, rows, KEY)
     seen = seen_by(tile.first_token + tile.token, rows.inside, ranges, run)
-    limits = key_limits(tile.first_token, num_queries, ranges, run, TOKENS, KEYS, TAIL)
-    state = no_keys(TOKENS * PADDED_G, VALUE)
+    limits = key_limits(tile.first_token, num_queries, ranges, run, TOKENS, ROWS, KEYS, TAIL)
+    state = no_keys(ROWS, VALUE)
     if PEEL:
         state = _attend_step(
             q, state, tail_keys, tail_values, limits.full_high, seen, SCALE, PRECISION, MASKED=True

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from nsa_jax.array_typing import Array, Bool, Float, Int32
 from nsa_jax.kernels.triton.backward import Backward, BranchGradients
-from nsa_jax.kernels.triton.dims import tokens_of
 from nsa_jax.kernels.triton.gpu import shape_of
 from nsa_jax.kernels.triton.selected import forward
 from nsa_jax.kernels.triton.selected.backward_key import join_items, selected_key_gradients
@@ -28,7 +27,7 @@ from nsa_jax.kernels.triton.selected.in_parts import (
 )
 from nsa_jax.kernels.triton.selected.items import invert
 from nsa_jax.kernels.triton.selected.sharing import shares_less
-from nsa_jax.kernels.triton.selected.unions import UnionLists, union_lists
+from nsa_jax.kernels.triton.selected.unions import UnionLists, rows_of_listed_tile, union_lists
 from nsa_jax.kernels.triton.sizes import choose_sizes, find_sizes
 from nsa_jax.kernels.triton.sizes.selected import (
     GRADIENT_PARTS,
@@ -77,7 +76,7 @@ def attend_selected(
     results: tuple[Array, ...] | None = None
     if way.has_tiles:
         tile = choose_sizes(SELECTED_FORWARD, shape)
-        tokens = tokens_of(tile.rows, shape.heads)
+        tokens = rows_of_listed_tile(tile.rows, shape.heads).tokens
         lists = union_lists(block_indices, placement, key.shape[1], tokens=tokens)
         selections = forward.Selections(block_indices, placement.sequence_start)
         results = forward.attend_selected(
@@ -123,7 +122,7 @@ def selected_gradients(
     written: tuple[Array, ...] | None = None
     if way.has_tiles:
         tile = choose_sizes(SELECTED_QUERY_GRADIENT, shape)
-        tokens = tokens_of(tile.rows, shape.heads)
+        tokens = rows_of_listed_tile(tile.rows, shape.heads).tokens
         lists = union_lists(block_indices, placement, num_keys, tokens=tokens)
         d_query, products, delta = selected_query_gradient(
             *arrays, way.of_tiles(lists), placement.config, given, scale=scale,

@@ -18,7 +18,7 @@ import triton.language as tl
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton.backward import Backward
-from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.gpu import has_tma
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import (
@@ -41,7 +41,7 @@ from nsa_jax.kernels.triton.pieces import (
     zeros,
 )
 from nsa_jax.kernels.triton.selected.forward import Entries, load_step, steps_of
-from nsa_jax.kernels.triton.selected.unions import UnionLists
+from nsa_jax.kernels.triton.selected.unions import UnionLists, rows_of_listed_tile
 from nsa_jax.kernels.triton.sizes.selected import SelectedGradientSizes
 from nsa_jax.kernels.triton.softmax import Sources, load_lse, row_numbers
 
@@ -66,7 +66,7 @@ def selected_query_gradient(
     Args:
       query, key, value, config, scale, one_block: see `attend_selected`.
       may_rest: whether counts below 0 say that just the two numbers of each row are wanted.
-      lists: the merged blocks of each tile of `tokens_of(sizes.rows, N // K)` tokens.
+      lists: the merged blocks of each tile of `rows_of_listed_tile(sizes.rows, N // K)`.
       given: what the forward returned, and the cotangents.
       sizes: tile sizes.
 
@@ -76,7 +76,7 @@ def selected_query_gradient(
     batch, num_queries, num_heads, key_dim = query.shape
     num_keys, num_kv_heads, value_dim = value.shape[1:]
     heads, block_size = num_heads // num_kv_heads, config.selection_block_size
-    tokens, keys = tokens_of(sizes.rows, heads), min(sizes.keys, block_size)
+    (tokens, row_heads, rows), keys = rows_of_listed_tile(sizes.rows, heads), min(sizes.keys, block_size)
     tiles, size = lists.starts.shape[2:]
     assert tiles == triton.cdiv(num_queries, tokens), f"lists of {tiles} tiles, sizes of {tokens} tokens"
     assert block_size % keys == 0
@@ -89,7 +89,7 @@ def selected_query_gradient(
         grid=(tiles, batch * num_kv_heads), num_warps=sizes.num_warps, num_stages=sizes.num_stages,
         registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, ENTRIES=size,
-        KV_HEADS=num_kv_heads, G=heads, PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=keys,
+        KV_HEADS=num_kv_heads, G=heads, ROW_HEADS=row_heads, TOKENS=tokens, ROWS=rows, KEYS=keys,
         STEPS=block_size // keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         PEEL=sizes.peel, ONE_BLOCK=sizes.peel and one_block, MAY_REST=may_rest,
         PRECISION=precision(query.dtype), TMA=tma,
@@ -119,8 +119,8 @@ def _add_entry(
 def selected_query_gradient_kernel(
     query, keys0, keys1, values0, values1, starts, members, counts, unmasked, last_keys, out, lse, d_out,
     d_lse, gate, previous, d_query, products, delta, num_queries, num_keys,
-    ENTRIES: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr,
-    TOKENS: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr,
+    ENTRIES: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, ROW_HEADS: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
     PEEL: tl.constexpr, ONE_BLOCK: tl.constexpr, MAY_REST: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
@@ -128,7 +128,7 @@ def selected_query_gradient_kernel(
     """Gradients of a tile of queries, and `products` and `delta` of its rows."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
-    tile = query_tile(tl.program_id(0), num_queries, KV_HEADS, G, PADDED_G, TOKENS)
+    tile = query_tile(tl.program_id(0), num_queries, KV_HEADS, G, ROW_HEADS, TOKENS, ROWS)
     b, head, rows = tile.b, tile.kv_head, tile.rows
     keys: tl.constexpr = Keys(keys0, keys1, b, head, num_keys, KV_HEADS, KEYS, KEY, TMA)
     values: tl.constexpr = Keys(values0, values1, b, head, num_keys, KV_HEADS, KEYS, VALUE, TMA)
@@ -148,7 +148,7 @@ def selected_query_gradient_kernel(
     entries: tl.constexpr = Entries(starts + this * ENTRIES, members + this * ENTRIES, STEPS, KEYS)
     count = tl.load(counts + this)
     steps = steps_of(count, unmasked + this, STEPS, PEEL, ONE_BLOCK)
-    dq = zeros(TOKENS * PADDED_G, KEY)
+    dq = zeros(ROWS, KEY)
     if PEEL:
         step = load_step(entries, steps.last, count > 0, tile.token)
         dq = _add_entry(

@@ -29,7 +29,7 @@ import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.gpu import has_tma
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import (
@@ -41,7 +41,7 @@ from nsa_jax.kernels.triton.loading import (
     store_rows,
 )
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, precision, scaled
-from nsa_jax.kernels.triton.selected.unions import UnionLists
+from nsa_jax.kernels.triton.selected.unions import UnionLists, rows_of_listed_tile
 from nsa_jax.kernels.triton.sizes.selected import SelectedForwardSizes, weighing_registers
 from nsa_jax.kernels.triton.softmax import Softmax, add_keys, natural_lse, no_keys
 
@@ -70,7 +70,7 @@ def attend_selected(
 
     Args:
       query, key, value, config, scale: see `nsa_jax.selected_attention`.
-      lists: the merged blocks of each tile of `tokens_of(sizes.rows, N // K)` tokens.
+      lists: the merged blocks of each tile of `rows_of_listed_tile(sizes.rows, N // K)`.
       one_block: whether the queries of every tile are known to lie in one block.
       may_rest: whether counts below 0 say that nothing shall be written.
       sizes: tile sizes.
@@ -83,19 +83,21 @@ def attend_selected(
     batch, num_queries, num_heads, key_dim = query.shape
     num_keys, num_kv_heads, value_dim = value.shape[1:]
     heads, block_size = num_heads // num_kv_heads, config.selection_block_size
-    tokens, keys = tokens_of(sizes.rows, heads), min(sizes.keys, block_size)
+    (tokens, row_heads, rows), keys = rows_of_listed_tile(sizes.rows, heads), min(sizes.keys, block_size)
     tiles, size = lists.starts.shape[2:]
     assert tiles == triton.cdiv(num_queries, tokens), f"lists of {tiles} tiles, sizes of {tokens} tokens"
     assert block_size % keys == 0
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     tma = has_tma()
     out = [like(query, (*query.shape[:3], value_dim)), like(query, query.shape[:3], "float32")]
-    registers, more = sizes.registers, dict[str, Any](probabilities=None, R=0, PADDED_R=0)
+    registers, more = sizes.registers, dict[str, Any](probabilities=None, R=0, PADDED_R=0, PADDED_TOKENS=0)
     if selections is not None:
         registers = weighing_registers(sizes, heads)
         out.append(like(query, selections.blocks.shape, "float32"))
         slots = selections.blocks.shape[3]
-        more = dict(R=slots, PADDED_R=triton.next_power_of_2(slots))
+        more = dict(
+            R=slots, PADDED_R=triton.next_power_of_2(slots), PADDED_TOKENS=triton.next_power_of_2(tokens)
+        )
     return launch(
         selected_forward_kernel, query, *key_tiles(key, keys, tma), *key_tiles(value, keys, tma),
         lists.starts, lists.members, lists.counts, lists.unmasked, lists.rows, *(selections or (None, None)),
@@ -103,7 +105,7 @@ def attend_selected(
         grid=(tiles, batch * num_kv_heads), num_warps=sizes.num_warps, num_stages=sizes.num_stages,
         registers=registers,
         num_queries=num_queries, num_keys=num_keys, ENTRIES=size,
-        KV_HEADS=num_kv_heads, G=heads, PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=keys,
+        KV_HEADS=num_kv_heads, G=heads, ROW_HEADS=row_heads, TOKENS=tokens, ROWS=rows, KEYS=keys,
         STEPS=block_size // keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         PEEL=sizes.peel, ONE_BLOCK=sizes.peel and one_block, MAY_REST=may_rest,
         PRECISION=precision(query.dtype), TMA=tma, **more,
@@ -197,16 +199,16 @@ def _attend_entry(
 def selected_forward_kernel(
     query, keys0, keys1, values0, values1, starts, members, counts, unmasked, last_keys,
     blocks, sequence_starts, out, lse, probabilities, num_queries, num_keys, ENTRIES: tl.constexpr,
-    KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr,
-    KEYS: tl.constexpr, STEPS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr,
-    V1: tl.constexpr, SCALE: tl.constexpr, PEEL: tl.constexpr, ONE_BLOCK: tl.constexpr,
-    MAY_REST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, R: tl.constexpr,
-    PADDED_R: tl.constexpr,
+    KV_HEADS: tl.constexpr, G: tl.constexpr, ROW_HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr,
+    H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
+    PEEL: tl.constexpr, ONE_BLOCK: tl.constexpr, MAY_REST: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, R: tl.constexpr, PADDED_R: tl.constexpr, PADDED_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Outputs and log-sum-exps of a tile of queries, and probabilities of their R slots."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
-    tile = query_tile(tl.program_id(0), num_queries, KV_HEADS, G, PADDED_G, TOKENS)
+    tile = query_tile(tl.program_id(0), num_queries, KV_HEADS, G, ROW_HEADS, TOKENS, ROWS)
     b, head, rows = tile.b, tile.kv_head, tile.rows
     keys: tl.constexpr = Keys(keys0, keys1, b, head, num_keys, KV_HEADS, KEYS, KEY, TMA)
     values: tl.constexpr = Keys(values0, values1, b, head, num_keys, KV_HEADS, KEYS, VALUE, TMA)
@@ -222,12 +224,12 @@ def selected_forward_kernel(
     steps = steps_of(count, unmasked + this, STEPS, PEEL, ONE_BLOCK)
     if blocks is None:
         slots = None
-        found = Attending(no_keys(TOKENS * PADDED_G, VALUE), None)
+        found = Attending(no_keys(ROWS, VALUE), None)
     else:
         at = tile.first_query + tile.first_token
         slots = slots_of_rows(blocks, sequence_starts, at, tile, KV_HEADS, STEPS * KEYS, R, PADDED_R)
-        shares = tl.zeros([TOKENS * PADDED_G, PADDED_R], tl.float32)
-        found = Attending(no_keys(TOKENS * PADDED_G, VALUE), shares)
+        shares = tl.zeros([ROWS, PADDED_R], tl.float32)
+        found = Attending(no_keys(ROWS, VALUE), shares)
     if PEEL:
         step = load_step(entries, steps.last, count > 0, tile.token)
         found = _attend_entry(q, found, keys, values, step, row, slots, SCALE, PRECISION, CAUSAL=True)
@@ -246,11 +248,19 @@ def selected_forward_kernel(
     store_rows(out, rows, scaled(state.out, part[:, None]), VALUE)
     if probabilities is not None:
         shares = found.shares * part[:, None]
-        of_tokens = tl.sum(shares.reshape(TOKENS, PADDED_G, PADDED_R), 1)
-        token = tl.arange(0, TOKENS)[:, None]
+        token = tl.arange(0, PADDED_TOKENS)[:, None]
         slot = tl.arange(0, PADDED_R)[None, :]
+        inside = tile.first_token + token < num_queries
+        if TOKENS == PADDED_TOKENS:
+            of_tokens = tl.sum(shares.reshape(TOKENS, ROW_HEADS, PADDED_R), 1)
+        else:
+            inside = inside & (token < TOKENS)
+            of_tokens = tl.zeros([PADDED_TOKENS, PADDED_R], tl.float32)
+            for h in tl.static_range(ROW_HEADS):
+                row_of = tl.minimum(token * ROW_HEADS + h, ROWS - 1) + 0 * slot
+                of_tokens += tl.gather(shares, row_of, 0)
         first = (tile.first_query + tile.first_token) * KV_HEADS + head
-        kept = (tile.first_token + token < num_queries) & (slot < R)
+        kept = inside & (slot < R)
         tl.store(probabilities + first * R + token * (KV_HEADS * R) + slot, of_tokens, mask=kept)
 
 

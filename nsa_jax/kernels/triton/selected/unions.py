@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Int, Int32
+from nsa_jax.kernels.triton.dims import TileRows, rows_of_tile
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.layout import Placement
 
@@ -42,6 +43,12 @@ class UnionLists(NamedTuple):
     rows: Int32[Array, "B T"]
 
 
+def rows_of_listed_tile(rows: int, heads_per_kv_head: int) -> TileRows:
+    """Rows of a tile that has a list, packed if that gives it a quarter more tokens: its list grows, too."""
+    packed, padded = (rows_of_tile(rows, heads_per_kv_head, packed=x) for x in (True, False))
+    return packed if 4 * packed.tokens >= 5 * padded.tokens else padded
+
+
 def last_rows(placement: Placement) -> Int32[Array, "B T"]:
     """Row index of the last key that each query sees, its own; -1 where it sees nothing."""
     assert placement.first_keys.slc.known == 0, "the selected branch holds whole rows"
@@ -56,14 +63,14 @@ def union_lists(
     tokens: int,
     block_size: int | None = None,
 ) -> UnionLists:
-    """Merges the blocks of each tile of `tokens` neighbouring queries, a power of two up to 32.
+    """Merges the blocks of each tile of `tokens` neighbouring queries, 1 to 32.
 
     A block that begins after its query is dropped, because the query sees none of its keys.
     `block_size` is that of the indices, where it is not `selection_block_size`.
     """
     batch, num_queries, num_kv_heads, slots = block_indices.shape
-    if tokens not in (1, 2, 4, 8, 16, 32):
-        raise ValueError(f"tokens must be a power of two up to 32, got {tokens}. Pass tokens_of(...).")
+    if not 1 <= tokens <= 32:
+        raise ValueError(f"tokens must be 1 to 32, got {tokens}. Pass those of a tile.")
     if num_keys * tokens >= NO_PAIR.value:
         raise NotImplementedError(
             "the Triton kernels need the number of keys times the tokens of a tile to be below 2^31, got "
@@ -71,15 +78,16 @@ def union_lists(
         )
     rows = last_rows(placement)
     tiles = triton.cdiv(num_queries, tokens)
-    padded_slots = triton.next_power_of_2(slots)
+    padded_slots, padded_tokens = triton.next_power_of_2(slots), triton.next_power_of_2(tokens)
     entries = like(rows, (batch, num_kv_heads, tiles, tokens * slots))
     per_tile = like(rows, entries.shape[:3])
     starts, members, counts, unmasked = launch(
         union_lists_kernel, block_indices.astype(jnp.int32), rows, placement.sequence_start,
         out=(entries, entries, per_tile, per_tile),
         grid=(tiles, batch * num_kv_heads),
-        num_warps=max(1, min(8, tokens * padded_slots // PAIRS_OF_A_WARP)),
+        num_warps=max(1, min(8, padded_tokens * padded_slots // PAIRS_OF_A_WARP)),
         num_queries=num_queries, KV_HEADS=num_kv_heads, SLOTS=slots, PADDED_SLOTS=padded_slots, TOKENS=tokens,
+        PADDED_TOKENS=padded_tokens,
         BLOCK=block_size or placement.config.selection_block_size,
     )  # fmt: skip
     return UnionLists(starts, members, counts, unmasked, rows)
@@ -94,18 +102,20 @@ def _join(start_a, members_a, start_b, members_b):
 def union_lists_kernel(
     block_indices, rows, sequence_starts, starts, members, counts, unmasked, num_queries,
     KV_HEADS: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PADDED_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The list of one tile of queries and KV head."""
     tile = tl.program_id(0)
     b = tl.program_id(1) // KV_HEADS
     head = tl.program_id(1) % KV_HEADS
-    SIZE: tl.constexpr = TOKENS * PADDED_SLOTS
+    SIZE: tl.constexpr = PADDED_TOKENS * PADDED_SLOTS
     i = tl.arange(0, SIZE)
     token = i // PADDED_SLOTS
     slot = i % PADDED_SLOTS
     query = tile * TOKENS + token
     inside = query < num_queries
+    if PADDED_TOKENS > TOKENS:
+        inside = inside & (token < TOKENS)
     at = b.to(tl.int64) * num_queries + query
     row = tl.load(rows + at, mask=inside, other=-1)
     block = tl.load(
