@@ -20,6 +20,7 @@ AMPERE, ADA, HOPPER = 80, 89, 90  # A100; consumer cards, which have less shared
 ALL, BEFORE_HOPPER = (AMPERE, ADA, HOPPER), (AMPERE, ADA)
 
 FEW_HEADS = "docs/kernel_log.md, few heads"  # what chose most rows for up to 4 query heads a KV head
+ONE_MORE = "docs/kernel_log.md, one program more on an sm"
 
 # Shared memory that one program may have.
 SHARED_BYTES = {AMPERE: 163 * KIB, ADA: 99 * KIB, HOPPER: 227 * KIB}

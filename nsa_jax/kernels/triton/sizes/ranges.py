@@ -2,7 +2,18 @@
 
 from typing import NamedTuple
 
-from nsa_jax.kernels.triton.sizes import ADA, ALL, AMPERE, BEFORE_HOPPER, FEW_HEADS, KIB, Bounds, Row, Shape
+from nsa_jax.kernels.triton.sizes import (
+    ADA,
+    ALL,
+    AMPERE,
+    BEFORE_HOPPER,
+    FEW_HEADS,
+    KIB,
+    ONE_MORE,
+    Bounds,
+    Row,
+    Shape,
+)
 
 
 class RangeQuerySizes(NamedTuple):
@@ -37,7 +48,7 @@ class RangeQuerySizes(NamedTuple):
 _Q = RangeQuerySizes
 RANGE_FORWARD = (
     Row(Bounds(heads=4, largest_dim=64, from_0=True), _Q(64, 128, 4, 1, 128, halve=True), FEW_HEADS),
-    Row(Bounds(heads=4, largest_dim=64), _Q(64, 128, 4, 1, 128), FEW_HEADS),
+    Row(Bounds(heads=4, largest_dim=64), _Q(64, 128, 4, 1, 128), ONE_MORE),
     Row(Bounds(heads=64, largest_dim=192, value_dim=128, from_0=True),
         _Q(64, 128, 4, 1, 168, halve=True), "h100_long, h100_192_128"),
     Row(Bounds(heads=64, value_dim=96), _Q(64, 64, 4, 1, 128), "other dims"),
@@ -53,7 +64,7 @@ RANGE_FORWARD = (
     Row(Bounds(ALL, 4), _Q(16, 32, 4, 1, peel=False), "compiled"),
 )  # fmt: skip
 RANGE_QUERY_GRADIENT = (
-    Row(Bounds(heads=4, largest_dim=64, from_0=False), _Q(64, 32, 4, 3, 96), FEW_HEADS),
+    Row(Bounds(heads=4, largest_dim=64, from_0=False), _Q(64, 32, 4, 3, 96), ONE_MORE),
     Row(Bounds(heads=4, largest_dim=64), _Q(64, 32, 4, 3), FEW_HEADS),
     Row(Bounds(heads=4, largest_dim=128), _Q(64, 64, 4, 1, 168), FEW_HEADS),
     Row(Bounds(heads=64, largest_dim=128, from_0=True), _Q(64, 64, 4, 2), "h100_long"),
@@ -107,7 +118,7 @@ class RangeKeySizes(NamedTuple):
 
 _K = RangeKeySizes
 RANGE_KEY_GRADIENTS = (
-    Row(Bounds(heads=3, largest_dim=64, from_0=False), _K(64, 64, 4, 3, registers=168), FEW_HEADS),
+    Row(Bounds(heads=3, largest_dim=64, from_0=False), _K(64, 64, 4, 3, registers=168), ONE_MORE),
     Row(Bounds(heads=64, dims=192), _K(64, 64, 4, 3), "other dims"),
     Row(Bounds(heads=4, dims=256), _K(64, 64, 4, 2), FEW_HEADS),
     Row(Bounds(heads=64, dims=256), _K(128, 64, 8, 3), "h100_long"),
