@@ -65,6 +65,8 @@ SHAPES = {
     "float16": (dict(heads=4, dtype="float16"), PART_BYTES),
     "seven_slots": (dict(heads=3, slots=7), PART_BYTES),
     "packed": (dict(heads=4, packed=True), 2**21),
+    "seven_heads": (dict(heads=7), PART_BYTES),
+    "eight_heads_of_64": (dict(heads=8, kv_heads=2, key_dim=64, value_dim=64, packed=True), 2**21),
 }
 
 

@@ -87,6 +87,10 @@ def launches(function, arrays, capability=90) -> tuple[str, ...]:
         (dict(heads=9, kv_heads=3, dim=64, length=8192), ("parts", "parts")),
         (dict(heads=9, kv_heads=3, dim=64, length=4096), ("tiles", "tiles")),
         (dict(kv_heads=2), ("tiles", "tiles")),
+        (dict(kv_heads=4), ("both", "both")),
+        (dict(heads=40), ("both", "both")),
+        (dict(heads=40, length=8192), ("tiles", "tiles")),
+        (dict(heads=12, kv_heads=2, dim=192), ("tiles", "tiles")),
         (dict(dtype="float32"), ("tiles", "tiles")),
         (dict(block=32), ("tiles", "tiles")),
         (dict(block=128), ("tiles", "tiles")),
@@ -97,6 +101,7 @@ def launches(function, arrays, capability=90) -> tuple[str, ...]:
     ],
     ids=[
         *("llama", "float16", "8k", "smollm", "smollm_12k", "smollm_8k", "smollm_short", "sixteen_heads"),
+        *("eight_heads", "five_heads", "five_heads_8k", "six_wide_heads"),
         *("float32", "small_blocks", "large_blocks", "wide", "wide_8k", "cut_along_the_queries", "few_pairs"),
     ],
 )
@@ -218,6 +223,7 @@ def test_shards_of_kv_heads_choose_on_their_own_in_bounded_memory():
 SPILLS = {
     (3, 64): {},
     (4, 128): {FORWARD: 4, BACKWARD: 224},  # 192 of two stages, which take 5 % longer
+    (7, 128): {FORWARD: 4, BACKWARD: 324},
     (2, 256): {BACKWARD: 1480},  # of half the rows and two stages far fewer, which take 3 % longer
 }
 

@@ -16,6 +16,7 @@ from nsa_jax.kernels.triton.sizes import (
     Shape,
 )
 
+MORE_HEADS = "docs/kernel_log.md, parts with 5 to 8 heads"
 KEYS_AS_ROWS = "docs/kernel_log.md, keys as rows, and blocks of 128"
 
 
@@ -237,15 +238,19 @@ class SelectedPartSizes(NamedTuple):
 
 
 _O = SelectedPartSizes
-# Calls for which there is no row take the kernels with queries outside. Measured were 3 and 4 heads of 64, 4
-# of 128 and 2 of 256; with fewer heads tiles mask more, and a part is smaller.
+# Calls for which there is no row take the kernels with queries outside. Measured were 3, 4 and 7 heads of 64,
+# 4 to 8 of 128, and 2 of 256; with fewer heads tiles mask more, and a part is smaller.
 OUTPUT_PARTS = (
     Row(Bounds(heads=4, largest_dim=64), _O(64, 4, 1, 80, 512, 6144, 2.1, 2**19), ONE_MORE),
     Row(Bounds(heads=4, largest_dim=128), _O(64, 4, 1, 128, 512, 12288, 1.7), FEW_HEADS),
     Row(Bounds(heads=4), _O(64, 4, 1, None, 512, 12288, 2.4), FEW_HEADS),
+    Row(Bounds(heads=8, largest_dim=64), _O(64, 4, 1, 80, 512, 12288, 2.1), MORE_HEADS),
+    Row(Bounds(heads=8, largest_dim=128), _O(64, 4, 1, 128, 512, 12288, 1.6), MORE_HEADS),
 )
 GRADIENT_PARTS = (
     Row(Bounds(heads=3, largest_dim=64), _O(64, 4, 3, None, 1024, 6144, 4), FEW_HEADS),
     Row(Bounds(heads=4, largest_dim=128), _O(64, 4, 3, None, 1024, 6144, 2.4), FEW_HEADS),
     Row(Bounds(heads=4, blackwell=False), _O(128, 8, 1, None, 1024, 6144, 2.6), FEW_HEADS),
+    Row(Bounds(heads=7, largest_dim=128), _O(64, 4, 3, None, 1024, 12288, 2.3), MORE_HEADS),
+    Row(Bounds(heads=8, largest_dim=128), _O(64, 4, 3, None, 1024, 12288, 1.9), MORE_HEADS),
 )
