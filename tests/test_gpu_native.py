@@ -270,9 +270,10 @@ def test_short_rows_attend_to_all_that_a_query_may_select(heads, packed, dtype):
     assert np.array_equal(*(np.asarray(ours(cotangent, *x)[0][:, :790], np.float32) for x in (arrays, later)))
 
 
-def test_the_forward_gives_the_probabilities_of_its_slots():
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 1), (10, 2)])
+def test_the_forward_gives_the_probabilities_of_its_slots(heads, kv_heads):
     """Beside the same output and gradients, to the bit; they are those of a pass of their own."""
-    arrays = operands(1500)
+    arrays = operands(1500, heads=heads, kv_heads=kv_heads)
     blocks = jax.jit(functools.partial(attention.select_blocks, config=CONFIG))(*arrays[:2])
     cotangent = jax.random.normal(jax.random.key(9), attend(*arrays).shape, arrays[0].dtype)
     given = functools.partial(attend, block_indices=blocks)
@@ -288,8 +289,7 @@ def test_the_forward_gives_the_probabilities_of_its_slots():
     expected = attention.selected_probabilities(
         arrays[0], arrays[3], blocks, config=CONFIG, implementation="xla"
     )
-    heads = arrays[0].shape[2] // blocks.shape[2]
-    assert jnp.abs(found - expected).max() <= 16 * 6 * 1.2e-7 * heads
+    assert jnp.abs(found - expected).max() <= 16 * 6 * 1.2e-7 * (heads // kv_heads)
 
 
 def test_many_heads_of_one_kv_head_equal_those_of_xla():

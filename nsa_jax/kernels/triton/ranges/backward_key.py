@@ -174,7 +174,7 @@ def range_key_gradients(
     num_keys, num_kv_heads, value_dim = value.shape[1:]
     heads = num_heads // num_kv_heads
     if sizes is None:
-        shape = shape_of(query, key, value, from_0=ranges.edges.from_0)
+        shape = shape_of(query, key, value, **ranges.edges.known_shape())
         sizes = choose_sizes(RANGE_KEY_GRADIENTS, shape)
     apart = heads if ranges.heads_apart(sizes.rows, heads) else 1  # groups of a KV head's query heads
     together, groups = heads // apart, num_kv_heads * apart

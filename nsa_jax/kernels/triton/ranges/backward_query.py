@@ -70,7 +70,7 @@ def range_query_gradient(
     num_keys, num_kv_heads, value_dim = value.shape[1:]
     heads = num_heads // num_kv_heads
     if sizes is None:
-        shape = shape_of(query, key, value, from_0=ranges.edges.from_0)
+        shape = shape_of(query, key, value, **ranges.edges.known_shape())
         sizes = choose_sizes(RANGE_QUERY_GRADIENT, shape)
     tokens, row_heads, rows = ranges.rows_of_tile(sizes.rows, heads)
     edges, loaded = ranges.kernel_operands(tokens)

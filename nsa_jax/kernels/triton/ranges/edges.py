@@ -50,6 +50,10 @@ class Edges(NamedTuple):
         """Whether all ranges are known to begin at the same key, so what all queries see comes first."""
         return self.known and self.window is None
 
+    def known_shape(self) -> dict[str, bool]:
+        """What the sizes of tiles may depend on, as fields of `Shape`."""
+        return dict(from_0=self.from_0, plain=self.known)
+
     def of_tiles(self, tokens: int, num_queries: int) -> "Edges":
         """The same for tiles of `tokens` queries: nothing is known if a tile may reach into a second run."""
         if self.run_length in (None, num_queries) or self.run_length % tokens == 0:
@@ -116,7 +120,7 @@ class KeyRanges:
         """Whether a step of the gradient of keys takes `rows` tokens of one query head.
 
         It then has no heads that are padding, but more tokens, so more is masked at the ends of ranges. That
-        pays if an eighth of the heads would be padding.
+        pays if at least an eighth of the heads would be padding.
         """
         return 8 * heads <= 7 * padded_heads(heads) and self._fit(rows)
 

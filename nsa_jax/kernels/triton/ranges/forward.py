@@ -64,7 +64,7 @@ def attend_ranges(
     num_keys, num_kv_heads, value_dim = value.shape[1:]
     heads = num_heads // num_kv_heads
     if sizes is None:
-        shape = shape_of(query, key, value, from_0=ranges.edges.from_0, gated=others is not None)
+        shape = shape_of(query, key, value, **ranges.edges.known_shape(), gated=others is not None)
         sizes = choose_sizes(RANGE_FORWARD, shape)
     if scale <= 0:  # the kernel takes the largest product for the largest logit
         query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)

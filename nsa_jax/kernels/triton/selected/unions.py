@@ -44,7 +44,10 @@ class UnionLists(NamedTuple):
 
 
 def rows_of_listed_tile(rows: int, heads_per_kv_head: int) -> TileRows:
-    """Rows of a tile that has a list, packed if that gives it a quarter more tokens: its list grows, too."""
+    """Rows of a tile that has a list of blocks, packed if it then has at least a quarter more tokens.
+
+    A longer tile has a longer list, so with less to gain the products of more blocks cost more than padding.
+    """
     packed, padded = (rows_of_tile(rows, heads_per_kv_head, packed=x) for x in (True, False))
     return packed if 4 * packed.tokens >= 5 * padded.tokens else padded
 
@@ -70,7 +73,7 @@ def union_lists(
     """
     batch, num_queries, num_kv_heads, slots = block_indices.shape
     if not 1 <= tokens <= 32:
-        raise ValueError(f"tokens must be 1 to 32, got {tokens}. Pass those of a tile.")
+        raise ValueError(f"tokens must be 1 to 32, got {tokens}. Pass those of rows_of_listed_tile(...).")
     if num_keys * tokens >= NO_PAIR.value:
         raise NotImplementedError(
             "the Triton kernels need the number of keys times the tokens of a tile to be below 2^31, got "

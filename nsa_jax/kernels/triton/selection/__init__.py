@@ -61,7 +61,10 @@ def choose_blocks(
     assert placement.first_keys.cmp.known == 0, "the selection sees the compressed keys of whole rows"
     config, (num_compressed, num_kv_heads) = placement.config, key_cmp.shape[1:3]
     if sizes is None:
-        shape = shape_of(query, key_cmp, block_columns=2 * _padded_strides(config))
+        whole = _padded_strides(config) == _strides(config)
+        shape = shape_of(
+            query, key_cmp, block_columns=2 * _padded_strides(config), plain=whole and not placement.packed
+        )
         sizes = choose_sizes(SELECTION, shape)
     num_blocks = max(layout.max_selection_blocks(num_compressed, config), 1)
 
@@ -180,9 +183,14 @@ def _in_chunks(
     return chosen[:batch, :num_queries]
 
 
+def _strides(config: NSAConfig) -> int:
+    """Compression strides of a selection block."""
+    return config.selection_block_size // config.compression_stride
+
+
 def _padded_strides(config: NSAConfig) -> int:
     """Columns that a selection block takes in a tile of scores: `l' / d`, rounded up to a power of two."""
-    return 1 << (config.selection_block_size // config.compression_stride - 1).bit_length()
+    return 1 << (_strides(config) - 1).bit_length()
 
 
 def _split(
@@ -206,7 +214,6 @@ def _score(
     config = placement.config
     num_heads, num_compressed = query.shape[2], key_cmp.shape[1]
     first, second = split_dim(query.shape[3])
-    own = config.selection_block_size // config.compression_stride
     padded = _padded_strides(config)
     columns = max(sizes.columns, 2 * padded)
     early = config.compression_block_size > config.compression_stride
@@ -214,7 +221,7 @@ def _score(
     last = max(layout.max_selection_blocks(num_compressed, config) - config.num_local_blocks, 1)
     column_programs = -(-last // ((columns // padded - early) * sizes.column_tiles))
     shape = (common["CHUNK_ROWS"], common["KV_HEADS"], common["CHUNK_TOKENS"], common["ROW"])
-    tma = has_tma() and padded == own  # else keys are loaded one by one
+    tma = has_tma() and padded == _strides(config)  # else keys are loaded one by one
     return launch(
         importance_kernel,
         *key_tiles(query, sizes.tokens, tma), *key_tiles(key_cmp, columns, tma), normalisers,

@@ -20,7 +20,7 @@ AMPERE, ADA, HOPPER = 80, 89, 90  # A100; consumer cards, which have less shared
 ALL, BEFORE_HOPPER = (AMPERE, ADA, HOPPER), (AMPERE, ADA)
 
 FEW_HEADS = "docs/kernel_log.md, few heads"  # what chose most rows for up to 4 query heads a KV head
-ONE_MORE = "docs/kernel_log.md, one program more on an sm"
+ONE_MORE = "docs/kernel_log.md, one program more on an sm"  # caps of registers, and what goes with them
 
 # Shared memory that one program may have.
 SHARED_BYTES = {AMPERE: 163 * KIB, ADA: 99 * KIB, HOPPER: 227 * KIB}
@@ -35,6 +35,8 @@ class Shape(NamedTuple):
       heads: query heads of a KV head.
       key_dim, value_dim: H and V.
       from_0: whether all ranges of keys are known to begin at key 0 (the compressed branch of plain rows).
+      plain: whether the kernel computes which keys a row sees, instead of loading it for each row, as it must
+        for packed rows, and takes keys as whole tiles.
       gated: whether the kernel ends in the gated sum of the branches.
       block_size: tokens of a selection block, which are the most keys of a step.
       block_columns: padded columns of two selection blocks, which are the fewest columns of a tile of scores.
@@ -47,6 +49,7 @@ class Shape(NamedTuple):
     key_dim: int
     value_dim: int
     from_0: bool = False
+    plain: bool = False
     gated: bool = False
     block_size: int = 128
     block_columns: int = 16
@@ -88,6 +91,7 @@ class Bounds(NamedTuple):
     value_dim: int = 256
     dims: int = 512
     from_0: bool | None = None
+    plain: bool | None = None
     gated: bool | None = None
     blackwell: bool | None = None
     long_blocks: bool | None = None
@@ -103,6 +107,7 @@ class Bounds(NamedTuple):
             and shape.value_dim <= self.value_dim
             and shape.dims <= self.dims
             and self.from_0 in (None, shape.from_0)
+            and self.plain in (None, shape.plain)
             and self.gated in (None, shape.gated)
             and self.blackwell in (None, shape.blackwell)
             and self.long_blocks in (None, shape.long_blocks)

@@ -48,7 +48,9 @@ class RangeQuerySizes(NamedTuple):
 _Q = RangeQuerySizes
 RANGE_FORWARD = (
     Row(Bounds(heads=4, largest_dim=64, from_0=True), _Q(64, 128, 4, 1, 128, halve=True), FEW_HEADS),
-    Row(Bounds(heads=4, largest_dim=64), _Q(64, 128, 4, 1, 128), ONE_MORE),
+    Row(Bounds(heads=2, largest_dim=64, gated=False), _Q(64, 64, 4, 1, 128), "other dims"),
+    Row(Bounds(heads=4, largest_dim=64, plain=True, gated=False, blackwell=False),
+        _Q(64, 128, 4, 1, 128), ONE_MORE),
     Row(Bounds(heads=64, largest_dim=192, value_dim=128, from_0=True),
         _Q(64, 128, 4, 1, 168, halve=True), "h100_long, h100_192_128"),
     Row(Bounds(heads=64, value_dim=96), _Q(64, 64, 4, 1, 128), "other dims"),
@@ -64,7 +66,8 @@ RANGE_FORWARD = (
     Row(Bounds(ALL, 4), _Q(16, 32, 4, 1, peel=False), "compiled"),
 )  # fmt: skip
 RANGE_QUERY_GRADIENT = (
-    Row(Bounds(heads=4, largest_dim=64, from_0=False), _Q(64, 32, 4, 3, 96), ONE_MORE),
+    Row(Bounds(heads=4, largest_dim=64, from_0=False, plain=True, blackwell=False),
+        _Q(64, 32, 4, 3, 96), ONE_MORE),
     Row(Bounds(heads=4, largest_dim=64), _Q(64, 32, 4, 3), FEW_HEADS),
     Row(Bounds(heads=4, largest_dim=128), _Q(64, 64, 4, 1, 168), FEW_HEADS),
     Row(Bounds(heads=64, largest_dim=128, from_0=True), _Q(64, 64, 4, 2), "h100_long"),
@@ -118,7 +121,11 @@ class RangeKeySizes(NamedTuple):
 
 _K = RangeKeySizes
 RANGE_KEY_GRADIENTS = (
-    Row(Bounds(heads=3, largest_dim=64, from_0=False), _K(64, 64, 4, 3, registers=168), ONE_MORE),
+    Row(
+        Bounds(heads=3, largest_dim=64, from_0=False, plain=True, blackwell=False),
+        _K(64, 64, 4, 3, registers=168),
+        ONE_MORE,
+    ),
     Row(Bounds(heads=64, dims=192), _K(64, 64, 4, 3), "other dims"),
     Row(Bounds(heads=4, dims=256), _K(64, 64, 4, 2), FEW_HEADS),
     Row(Bounds(heads=64, dims=256), _K(128, 64, 8, 3), "h100_long"),

@@ -52,9 +52,11 @@ class SelectionSizes(NamedTuple):
 
 _S = SelectionSizes
 SELECTION = (
-    Row(Bounds(heads=4, largest_dim=64, blackwell=False), _S(64, 64, 4, 3, registers=96), ONE_MORE),
+    Row(
+        Bounds(heads=4, largest_dim=64, plain=True, blackwell=False), _S(64, 64, 4, 3, registers=96), ONE_MORE
+    ),
     Row(Bounds(heads=4, largest_dim=64), _S(64, 64, 4, 3), FEW_HEADS),
-    Row(Bounds(largest_dim=128, blackwell=False), _S(64, 128, 4, 2, registers=168), ONE_MORE),
+    Row(Bounds(largest_dim=128, plain=True, blackwell=False), _S(64, 128, 4, 2, registers=168), ONE_MORE),
     Row(Bounds(largest_dim=192), _S(64, 128, 4, 3), "h100_long"),
     Row(Bounds(heads=4), _S(64, 128, 4, 1), FEW_HEADS),
     *(
