@@ -831,10 +831,10 @@ def test_a_token_that_the_model_does_not_have_is_named(source, files, tmp_path, 
     assert has_form(line)
 
 
-@pytest.mark.parametrize("name", ["pages.jsonl", "text.txt"])
+@pytest.mark.parametrize("name", ["pages.jsonl", "pages.ndjson", "PAGES.JSONL", "text.txt"])
 def test_a_byte_order_mark_is_no_text(name, tmp_path):
     file = tmp_path / name
-    content = json.dumps(dict(text="words")) if name.endswith("l") else "words"
+    content = "words" if name.endswith("txt") else json.dumps(dict(text="words"))
     file.write_text(content, encoding="utf-8-sig")
 
     assert list(documents(file, "text")) == ["words"]

@@ -373,6 +373,10 @@ FIELDS = {
         "got rope_scaling.mscale=0.7. Load",
     ),
     "no setting of it": (dict(rope_scaling=dict(type="linear")), "got none for factor. Add it"),
+    "base of the rotation": (dict(rope_theta=0), "rope_base must be"),
+    "base of Gemma": (
+        GEMMA | dict(rope_theta=0, layer_types=["full_attention"] * 2), "rope_base.* must be"
+    ),
     "rotation by kind": (
         dict(rope_parameters=dict(full_attention=dict(rope_theta=1.0))),
         "got rope_scaling.full_attention=",

@@ -152,7 +152,9 @@ def _save(model: Transformer, path: pathlib.Path, tokenizer: Any, chat_format: C
 def _parser() -> argparse.ArgumentParser:
     parser = command_line.Parser(prog=f"python -m {PROGRAM}", description=(__doc__ or "").split("\n\n")[1])
     add, of = parser.add_argument, Settings
-    files = "files of UTF-8, .jsonl with a document in each line, or datasets of Hugging Face on disk"
+    files = (
+        "files of UTF-8, .jsonl or .ndjson with a document in each line, or datasets of Hugging Face on disk"
+    )
     add(
         "source", metavar="SOURCE", help="dense model: a folder or repository of Hugging Face, or a GGUF file"
     )

@@ -43,8 +43,8 @@ def _digest(path: pathlib.Path) -> bytes:
 def documents(path: pathlib.Path, field: str) -> Iterator[str]:
     """The documents that are not blank.
 
-    A file that ends in `.jsonl` has a document in each line, under `field`, and a folder is a dataset of
-    Hugging Face with such a column. Any other file is a document.
+    A file that ends in `.jsonl` or `.ndjson` has a document in each line, under `field`, and a folder is a
+    dataset of Hugging Face with such a column. Any other file is a document.
 
     Raises:
       InputError: it cannot be read as such.
@@ -65,7 +65,7 @@ def _texts(path: pathlib.Path, field: str) -> Iterator[str]:
             yield _checked(row[field], f"row {number}", path, field)
         return
     with path.open(encoding="utf-8-sig") as file:  # a byte order mark is no text
-        if path.suffix != ".jsonl":
+        if path.suffix.lower() not in (".jsonl", ".ndjson"):
             yield file.read()
             return
         for number, line in enumerate(file):

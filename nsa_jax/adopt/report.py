@@ -119,7 +119,7 @@ def _training(stages: dict[str, dict[str, Any]], tokens: int) -> str:
     for name, of in stages.items():
         ms = "" if of["ms_per_step"] is None else of["ms_per_step"]
         told = [
-            ", ".join(f"{loss} {of[which][loss]:.4f}" for loss in of[which]) for which in ("first", "last")
+            ", ".join(f"{loss} {of[which][loss]:z.4f}" for loss in of[which]) for which in ("first", "last")
         ]
         rows.append((name, of["steps"], of["tokens"], f"{of['tokens'] / tokens:.2f}", ms, *told))
     return markdown(heads, rows)

@@ -133,7 +133,7 @@ def _train(
         ms = None if started is None else round(1e3 * (now - started), 1)
         rows.append({"step": number, "ms": ms} | told)
         started = now
-        bar.set_postfix_str(", ".join(f"{name} {loss:.4f}" for name, loss in told.items()), refresh=False)
+        bar.set_postfix_str(", ".join(f"{name} {loss:z.4f}" for name, loss in told.items()), refresh=False)
         bar.update()
 
     running: dict[str, Array] | None = None

@@ -59,7 +59,10 @@ def read_gemma(
     bases = dict(full_attention=fields.get("rope_theta"), sliding_attention=read["rope_local_base_freq"])
     lengths = {name: value for name, value in fields.items() if name.endswith("max_position_embeddings")}
     rotations = {
-        kind: read_rope(lengths | dict(rope_theta=bases.get(kind) or base, rope_parameters=given[kind]))
+        kind: read_rope(
+            lengths
+            | dict(rope_theta=base if bases[kind] is None else bases[kind], rope_parameters=given[kind])
+        )
         for kind, base in _BASES.items()
     }
     of_layers = [

@@ -45,7 +45,8 @@ def read_rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if not isinstance(given, Mapping):
         _refuse("rope_scaling", given)
     settings = {name: value for name, value in given.items() if value is not None}
-    base = settings.get("rope_theta", fields.get("rope_theta") or DEFAULT_BASE)
+    base = settings.get("rope_theta", fields.get("rope_theta"))
+    base = DEFAULT_BASE if base is None else base
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in ("default", *_KINDS):
         _refuse("rope_type", kind)
