@@ -21,7 +21,8 @@ GATES = jnp.full((1, 8, 2, 3), 0.5)
 
 
 @pytest.fixture(autouse=True)
-def nothing_logged_yet(monkeypatch):
+def nothing_logged_yet(monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, logger="nsa_jax")  # a block of the documentation may have set another
     monkeypatch.setattr(call_log, "_logged", set())
     monkeypatch.setattr(call_log, "_warned", set())
 
