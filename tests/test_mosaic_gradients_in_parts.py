@@ -301,4 +301,4 @@ def test_kernels_that_move_memory_load_whole_vectors():
     for kernel in found:
         assert kernel.spill_bytes == 0
         assert "ld.global.v4.b32" in kernel.ptx
-        assert kernel.registers <= (88 if "parts" in kernel.name else 64)  # of 16 slots in flight, or of one
+        assert kernel.registers <= (88 if "parts" in kernel.name else 64)  # 16 slots are in flight

@@ -176,7 +176,7 @@ def load_chosen_keys(keys, token, inside):
 
 @triton.jit
 def load_queries(queries, token, group):
-    """The tile of queries of a group of heads that starts at `token`; 0 where token or head do not exist."""
+    """The tile of queries of a group of heads from `token` on; 0 where token or head does not exist."""
     ROWS: tl.constexpr = queries.TOKENS * queries.PADDED_G
     D0: tl.constexpr = queries.DIM.D0
     D1: tl.constexpr = queries.DIM.D1

@@ -118,7 +118,7 @@ def step_sizes(shape: StepShape) -> StepSizes:
     slc_blocks = min(shape.slots // shares, at_once, max(64 // shape.block_size, 1))
     compressed = shape.blocks * shape.own
     most_parts = 32 if shape.quantised else 64  # in 8 bits a tile takes less time than one more part to merge
-    alone = shares * tokens <= shape.processors  # on a multiprocessor
+    alone = shares * tokens <= shape.processors  # a share has a multiprocessor to itself
     eight = shape.float_bytes == 4 or (shape.quantised and alone)
     share_warps = max(list_blocks // 32, 8 if eight else 4)
     threads = max(32 * share_warps, 512)

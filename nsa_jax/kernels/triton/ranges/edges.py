@@ -125,7 +125,7 @@ class KeyRanges:
         return 8 * heads <= 7 * padded_heads(heads) and self._fit(rows)
 
     def _fit(self, tokens: int) -> bool:
-        """Whether as much is known about tiles of so many tokens as about queries."""
+        """Whether tiles of so many tokens lie within runs, so that kernels need not load their ranges."""
         return self.edges.of_tiles(tokens, self.start.shape[1]) == self.edges
 
     def kernel_operands(self, tokens: int) -> tuple[Edges, tuple[Array | None, Array | None, Array | None]]:

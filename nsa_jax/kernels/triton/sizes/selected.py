@@ -25,7 +25,7 @@ class SelectedQuerySizes(NamedTuple):
 
     Attributes:
       rows: of a tile of queries (`unions.rows_of_listed_tile`), at least 16, of at most 32 tokens. 64 rows
-        make one wgmma. float32 takes 16, because its products limit the speed and small tiles mask fewer.
+        make one wgmma. float32 takes 16: its products limit the speed, and small tiles mask fewer of them.
       keys: most keys of a step; a block with fewer is one step.
       num_warps: warps of a program.
       num_stages: steps whose loads are in flight.
