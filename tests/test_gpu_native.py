@@ -73,6 +73,26 @@ def test_the_kernels_are_what_runs_by_default():
     assert "triton_kernel_call_ffi" in text
 
 
+def test_kernels_from_disk_give_the_same_bits(tmp_path, monkeypatch):
+    """Those that load through descriptors, too, of which the file says how they are made."""
+    import triton_kernels
+
+    from nsa_jax.kernels.triton import kernel_cache
+
+    monkeypatch.setattr(kernel_cache, "_folder", lambda: tmp_path)
+    arrays = operands(2500, heads=32, kv_heads=2)
+    cotangent = jax.random.normal(jax.random.key(9), (1, 2500, 32, 128), "bfloat16")
+    found = []
+    for _ in range(2):
+        with triton_kernels.kernels_forgotten():
+            jax.clear_caches()
+            found.append(jax.jit(with_gradients)(cotangent, *arrays))
+        monkeypatch.delattr(kernel_cache, "_write", raising=False)  # the second time nothing is compiled
+    assert list(tmp_path.iterdir())
+    for first, second in zip(*found, strict=True):
+        np.testing.assert_array_equal(np.asarray(first, np.float32), np.asarray(second, np.float32))
+
+
 def test_twenty_runs_agree_bitwise():
     arrays = operands(2500, heads=32, kv_heads=2)
     cotangent = jax.random.normal(jax.random.key(9), (1, 2500, 32, 128), "bfloat16")

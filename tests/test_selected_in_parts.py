@@ -90,6 +90,7 @@ def launches(function, arrays, capability=90) -> tuple[str, ...]:
         (dict(kv_heads=4), ("both", "both")),
         (dict(heads=40), ("both", "both")),
         (dict(heads=40, length=8192), ("tiles", "tiles")),
+        (dict(heads=28, kv_heads=4, length=8192), ("tiles", "both")),
         (dict(heads=12, kv_heads=2, dim=192), ("tiles", "tiles")),
         (dict(dtype="float32"), ("tiles", "tiles")),
         (dict(block=32), ("tiles", "tiles")),
@@ -101,7 +102,7 @@ def launches(function, arrays, capability=90) -> tuple[str, ...]:
     ],
     ids=[
         *("llama", "float16", "8k", "smollm", "smollm_12k", "smollm_8k", "smollm_short", "sixteen_heads"),
-        *("eight_heads", "five_heads", "five_heads_8k", "six_wide_heads"),
+        *("eight_heads", "five_heads", "five_heads_8k", "seven_heads_8k", "six_wide_heads"),
         *("float32", "small_blocks", "large_blocks", "wide", "wide_8k", "cut_along_the_queries", "few_pairs"),
     ],
 )

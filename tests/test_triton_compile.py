@@ -61,6 +61,7 @@ OF_A_SORT = {"nsa_place_counts", "nsa_sum_counts", "nsa_place_bounds", "nsa_sort
 OF_ITEMS = {"nsa_count_items", "nsa_item_table"}
 OF_LISTS = {"nsa_union_lists", "nsa_selected_add_partials"} | OF_A_SORT | OF_ITEMS
 WITHOUT_PRODUCTS = OF_LISTS | {
+    "nsa_add_segments",
     "nsa_best_blocks",
     "nsa_gated_sum",
     "nsa_gate_gradients",
@@ -173,6 +174,7 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
         "nsa_window_key_gradients": 8,
     },
     (90, "main"): {
+        "nsa_add_segments": 8,
         "nsa_selected_key_gradients": 56,  # with 32 rows they take 29 % longer
     },
     (100, "main"): {

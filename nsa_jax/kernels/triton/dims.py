@@ -34,8 +34,7 @@ def padded_heads(heads_per_kv_head: int) -> int:
 
 def tokens_of(rows: int, heads_per_kv_head: int) -> int:
     """Query tokens of a tile of `rows` rows; a tile has at least 16 rows and at least one token."""
-    heads = padded_heads(heads_per_kv_head)
-    return max(rows, 16, heads) // heads
+    return rows_of_tile(rows, heads_per_kv_head, packed=False).tokens
 
 
 class TileRows(NamedTuple):

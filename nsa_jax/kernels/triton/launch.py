@@ -11,9 +11,11 @@ import jax_triton
 from nsa_jax.array_typing import Array
 from nsa_jax.kernels.chip import capability
 from nsa_jax.kernels.triton.dead_launches import follow_jax
+from nsa_jax.kernels.triton.kernel_cache import keep_kernels
 from nsa_jax.sharding.manual import vary, varying_axes
 
 follow_jax()
+keep_kernels()
 
 MOST_PROGRAMS_Y = 65535  # CUDA's limit of a grid along y and z
 # The newest PTX that CUDA 13.0 takes. Triton 3.8 writes 8.8 for GPUs up to Hopper, and 9.3 for Blackwell.

@@ -7,9 +7,10 @@ key, nothing is masked. A step has `rows` rows: a tile of tokens with all heads,
 would be padding, of one head (`APART`). It takes four products: logits, `d_out v^T`, d_value, d_key.
 
 A compressed branch has few keys and very many queries, so its queries are cut into segments. Each leaves
-float32 sums `[segments, B, S, K, H + V]` (at most 300 MB), which are added in order. Programs of one segment
-run side by side, so they read the same queries from L2. The last segment has the queries that see the most
-keys, so it starts first. With one segment (a window) the program writes the results themselves.
+float32 sums `[segments, B, S, K, H + V]` (at most 300 MB) of the tiles that one of its queries sees, and
+`sum_segments` adds them. Programs of one segment run side by side, so they read the same queries from L2. The
+last segment has the queries that see the most keys, so it starts first. With one segment (a window) the
+program writes the results themselves.
 
 Registers of a thread: `(keys (H + V) + 2 rows keys) / (32 num_warps)` floats (128 + 64 at 128 keys, 64 rows,
 8 warps, 128/128). Shared memory: `(keys + num_stages rows) (H + V) itemsize` (160 KB at 3 stages). Floor at
@@ -58,6 +59,7 @@ from nsa_jax.kernels.triton.ranges.edges import (
     range_of,
     run_at,
 )
+from nsa_jax.kernels.triton.ranges.sum_segments import add_segments
 from nsa_jax.kernels.triton.sizes import choose_sizes
 from nsa_jax.kernels.triton.sizes.ranges import (
     RANGE_KEY_GRADIENTS,
@@ -188,18 +190,20 @@ def range_key_gradients(
     if not edges.known:
         bounds = query_bounds(ranges.start, ranges.end, num_keys, sizes.keys, tokens)
         rows = ranges_of_rows(ranges.start, ranges.end, together, tokens)
+    num_tiles = triton.cdiv(num_keys, sizes.keys)
     out = [like(x) if segments == 1 else like(x, (segments, *x.shape), "float32") for x in (key, value)]
+    out.append(like(key, (segments, batch * num_kv_heads, num_tiles), "int32"))
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     tma = has_tma()
     if tma:
         block = tokens * padded_heads(together)
         rows = None if rows is None else TensorDescriptor.from_array(rows, (1, 1, block))
         scalars = TensorDescriptor.from_array(scalars, (1, 1, 1, block))
-    d_key, d_value = launch(
+    d_key, d_value, written = launch(
         range_key_gradients_kernel, *query_tiles(query, groups, tokens, tma),
         *query_tiles(given.d_out, groups, tokens, tma), *key_tiles(key, sizes.keys, tma),
         *key_tiles(value, sizes.keys, tma), rows, scalars, bounds, runs,
-        out=out, grid=(segments * triton.cdiv(num_keys, sizes.keys), batch * num_kv_heads),
+        out=out, grid=(segments * num_tiles, batch * num_kv_heads),
         num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys,
         segment_tiles=triton.cdiv(triton.cdiv(num_queries, tokens), segments), SEGMENTS=segments,
@@ -209,7 +213,7 @@ def range_key_gradients(
         GATED=given.gate is not None, **edges.constants(), PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
     if segments > 1:
-        d_key, d_value = d_key.sum(0).astype(key.dtype), d_value.sum(0).astype(value.dtype)
+        return add_segments(key, value, d_key, d_value, written, keys=sizes.keys)
     return d_key, d_value
 
 
@@ -235,6 +239,16 @@ class RowData(NamedTuple):
     scalars: tl.tensor
     length: tl.tensor
     NUMBERS: tl.constexpr
+
+
+class _Run(NamedTuple):
+    """Queries of a run, which a program loops over, their output gradients, numbers, and ranges of keys."""
+
+    queries: Queries
+    gradients: Queries
+    data: RowData
+    ranges: Ranges
+    run: tl.tensor
 
 
 @triton.jit
@@ -263,11 +277,12 @@ def _load_scalar(data, queries, group, which, i):
 
 @triton.jit
 def _sum_tiles(
-    sums, tile, queries, gradients, data, ranges, run, steps, APART: tl.constexpr,
-    SCALE: tl.constexpr, KEYS_FIRST: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
+    sums, tile, source, steps, APART: tl.constexpr, SCALE: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds tiles of queries: if MASKED those of `low .. high - 1` that are not full, else the full ones."""
+    queries: tl.constexpr = source.queries
+    data: tl.constexpr = source.data
     ROWS: tl.constexpr = queries.TOKENS * queries.PADDED_G
     KEYS: tl.constexpr = tile.k.first.shape[0]
     ROW_AXIS: tl.constexpr = 0 if KEYS_FIRST else 1
@@ -285,7 +300,7 @@ def _sum_tiles(
         if MASKED:
             i = tl.where(i < steps.full_low, i, i + skipped)
         q = load_queries(queries, i * queries.TOKENS, group)
-        d_out = load_queries(gradients, i * queries.TOKENS, group)
+        d_out = load_queries(source.gradients, i * queries.TOKENS, group)
         if KEYS_FIRST:
             logits = inner(tile.k, q, PRECISION)
             dp = inner(tile.v, d_out, PRECISION)
@@ -301,7 +316,7 @@ def _sum_tiles(
                 count = _load_range(data, queries, 1, i)
             else:
                 token = i * queries.TOKENS + tl.arange(0, ROWS) // queries.PADDED_G
-                start, end = range_of(token, True, ranges, run)
+                start, end = range_of(token, True, source.ranges, source.run)
                 count = end - start
             ahead = tl.expand_dims(tile.first - start, ROW_AXIS)
             ahead += tl.expand_dims(tl.arange(0, KEYS), 1 - ROW_AXIS)
@@ -324,29 +339,32 @@ def _sum_tiles(
 
 @triton.jit
 def _sum_run(
-    sums, tile, queries, gradients, data, ranges, run, limits, segment, segment_tiles, APART: tl.constexpr,
-    SCALE: tl.constexpr, KEYS_FIRST: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
+    sums, tile, source, steps, APART: tl.constexpr, SCALE: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the tiles of queries within both limits and segment: first those with a mask, then the others."""
+    """Adds the tiles of queries of all steps: first those with a mask, then the others."""
+    for MASKED in tl.static_range(1, -1, -1):
+        sums = _sum_tiles(
+            sums, tile, source, steps, APART=APART, SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, GATED=GATED,
+            PRECISION=PRECISION, MASKED=MASKED,
+        )  # fmt: skip
+    return sums
+
+
+@triton.jit
+def _steps(limits, segment, segment_tiles):
+    """The tiles of queries within both the limits and the segment."""
     low = tl.maximum(limits.low, segment * segment_tiles)
     high = tl.maximum(tl.minimum(limits.high, (segment + 1) * segment_tiles), low)
     full_low = tl.minimum(tl.maximum(limits.full_low, low), high)
     full_high = tl.minimum(tl.maximum(limits.full_high, full_low), high)
-    steps = Limits(low, full_low, full_high, high)
-    sums = _sum_tiles(
-        sums, tile, queries, gradients, data, ranges, run, steps, APART,
-        SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, GATED=GATED, PRECISION=PRECISION, MASKED=True,
-    )  # fmt: skip
-    return _sum_tiles(
-        sums, tile, queries, gradients, data, ranges, run, steps, APART,
-        SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, GATED=GATED, PRECISION=PRECISION, MASKED=False,
-    )  # fmt: skip
+    return Limits(low, full_low, full_high, high)
 
 
 @triton.jit(repr=named("nsa_{BRANCH}_key_gradients"))
 def range_key_gradients_kernel(
     queries0, queries1, gradients0, gradients1, keys0, keys1, values0, values1, row_ranges, scalars, bounds,
-    runs, d_key, d_value, num_queries, num_keys, segment_tiles, SEGMENTS: tl.constexpr,
+    runs, d_key, d_value, written, num_queries, num_keys, segment_tiles, SEGMENTS: tl.constexpr,
     KV_HEADS: tl.constexpr, APART: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
@@ -393,19 +411,30 @@ def range_key_gradients_kernel(
         else:
             bounds += (b.to(tl.int64) * key_tiles + tile) * 4
             limits = Limits(tl.load(bounds), tl.load(bounds + 1), tl.load(bounds + 2), tl.load(bounds + 3))
+        steps = _steps(limits, segment, segment_tiles)
+        source: tl.constexpr = _Run(queries, gradients, data, ranges, run)
         sums = _sum_run(
-            sums, held, queries, gradients, data, ranges, run, limits, segment, segment_tiles, APART,
-            SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, GATED=GATED, PRECISION=PRECISION,
+            sums, held, source, steps,
+            APART=APART, SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, GATED=GATED, PRECISION=PRECISION,
         )  # fmt: skip
+        count = steps.high - steps.low
     else:
+        count = 0
         for number in tl.range(0, num_queries // RUN_LENGTH):
             run = run_at(runs, b, number, num_queries, FIRST, RUN_LENGTH)
             limits = query_limits(first_key, tl.minimum(first_key + KEYS, num_keys), ranges, run, TOKENS)
+            steps = _steps(limits, segment, segment_tiles)
+            source: tl.constexpr = _Run(queries, gradients, data, ranges, run)
             sums = _sum_run(
-                sums, held, queries, gradients, data, ranges, run, limits, segment, segment_tiles, APART,
-                SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, GATED=GATED, PRECISION=PRECISION,
+                sums, held, source, steps,
+                APART=APART, SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, GATED=GATED, PRECISION=PRECISION,
             )  # fmt: skip
+            count += steps.high - steps.low
 
+    if SEGMENTS > 1:
+        tl.store(written + (segment * tl.num_programs(1) + tl.program_id(1)) * key_tiles + tile, count)
+        if count == 0:
+            return
     c = tl.arange(0, KEYS)
     part = (segment * (tl.num_programs(1) // KV_HEADS) + b).to(tl.int64)
     rows = Rows((part * num_keys + first_key) * KV_HEADS + kv_head, c * KV_HEADS, first_key + c < num_keys)

@@ -1,0 +1,95 @@
+"""Keeps compiled kernels on disk, in a folder inside JAX's compilation cache.
+
+JAX looks up a program by its text, in which kernels already stand as PTX. So in every process jax-triton
+compiles them before JAX can find anything. They are kept wherever JAX keeps programs: in
+`jax_compilation_cache_dir` if that is a folder of this machine and `jax_enable_compilation_cache` is set.
+
+A kernel is looked up by all that its PTX depends on: its text in Triton's first form (TTIR), with types,
+sizes and alignment; the compiler's version, options and environment variables; the GPU's compute capability.
+A file appears in one step, so processes may share the folder. One whose checksum is wrong is written anew.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+import uuid
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax_triton
+import triton
+from jax_triton import triton_lib
+from triton.compiler.compiler import get_cache_invalidating_env_vars
+
+FOLDER = "nsa_jax_kernels"
+_OURS = " @nsa_"  # before the name of a kernel in TTIR; others' kernels are none of our business
+_NOT_KEPT = {"ttgir": "", "llir": ""}  # forms in between, which jax-triton only writes to JAX_TRITON_DUMP_DIR
+
+
+def keep_kernels() -> None:
+    """Wraps jax-triton's compiler. Of a jax-triton that has it elsewhere, kernels are not kept."""
+    compile_kernel = getattr(triton_lib, "compile_ttir_to_ptx_inplace", None)
+    if compile_kernel is not None:
+        triton_lib.compile_ttir_to_ptx_inplace = _keeping(compile_kernel)
+
+
+def _keeping(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compile_kernel)
+    def kept(ttir: Any, backend: Any, options: Any, compute_capability: Any) -> Any:
+        def compiled() -> Any:
+            return compile_kernel(ttir, backend, options, compute_capability)
+
+        folder, text = _folder(), str(ttir)
+        if folder is None or _OURS not in text:
+            return compiled()
+        versions = triton.__version__, jax_triton.__version__
+        environment = sorted(get_cache_invalidating_env_vars().items())
+        key = repr((text, versions, environment, backend.hash(), options.hash()))
+        file = folder / hashlib.sha256(key.encode()).hexdigest()
+        found = _read(file)
+        if found is None:
+            found = compiled()
+            _write(file, found)
+        return found
+
+    return kept
+
+
+def _folder() -> pathlib.Path | None:
+    """Where kernels are kept now, if at all."""
+    folder = jax.config.jax_compilation_cache_dir
+    if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
+        return None
+    return pathlib.Path(folder) / FOLDER
+
+
+def _read(file: pathlib.Path) -> Any:
+    """The kernel in a file; None if there is none, or it is damaged."""
+    try:
+        checksum, _, data = file.read_bytes().partition(b"\n")
+        if checksum.decode() != hashlib.sha256(data).hexdigest():
+            return None
+        return triton_lib.CompilationResult(**json.loads(data), **_NOT_KEPT)
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write(file: pathlib.Path, result: Any) -> None:
+    """Keeps a kernel; where that fails it only warns, as JAX does."""
+    fields = {k: v for k, v in dataclasses.asdict(result).items() if k not in _NOT_KEPT}
+    data = json.dumps(fields).encode()
+    whole = file.with_name(f"{file.name}.{uuid.uuid4()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        whole.write_bytes(hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+        whole.replace(file)
+    except OSError as error:
+        warnings.warn(
+            f"compiled kernels are kept in {file.parent}, which cannot be written, got {error}. Set "
+            "jax_compilation_cache_dir to another folder.",
+            stacklevel=2,
+        )
