@@ -91,6 +91,7 @@ def launches(function, arrays, capability=90) -> tuple[str, ...]:
         (dict(heads=40), ("both", "both")),
         (dict(heads=40, length=8192), ("tiles", "tiles")),
         (dict(heads=28, kv_heads=4, length=8192), ("tiles", "both")),
+        (dict(heads=14, kv_heads=2, dim=64, length=8192), ("tiles", "tiles")),
         (dict(heads=12, kv_heads=2, dim=192), ("tiles", "tiles")),
         (dict(dtype="float32"), ("tiles", "tiles")),
         (dict(block=32), ("tiles", "tiles")),
@@ -102,7 +103,14 @@ def launches(function, arrays, capability=90) -> tuple[str, ...]:
     ],
     ids=[
         *("llama", "float16", "8k", "smollm", "smollm_12k", "smollm_8k", "smollm_short", "sixteen_heads"),
-        *("eight_heads", "five_heads", "five_heads_8k", "seven_heads_8k", "six_wide_heads"),
+        *(
+            "eight_heads",
+            "five_heads",
+            "five_heads_8k",
+            "seven_heads_8k",
+            "seven_small_heads_8k",
+            "six_wide_heads",
+        ),
         *("float32", "small_blocks", "large_blocks", "wide", "wide_8k", "cut_along_the_queries", "few_pairs"),
     ],
 )

@@ -13,8 +13,8 @@ import triton.language as tl
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.launch import launch, like, named
-from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
-from nsa_jax.kernels.triton.pieces import Dim, added, zeros
+from nsa_jax.kernels.triton.loading import Rows, load_at, store_rows
+from nsa_jax.kernels.triton.pieces import Dim, Pieces, added, zeros
 
 ROWS = 8  # of a program
 SEGMENTS_AT_ONCE = 8  # whose loads are in flight together
@@ -43,8 +43,8 @@ def add_segments(
     d_key, d_value = launch(
         add_segments_kernel, part_key, part_value, written, out=(like(key), like(value)),
         grid=(triton.cdiv(num_keys * num_kv_heads, ROWS), batch, 2), num_keys=num_keys,
-        SEGMENTS=segments, AT_ONCE=min(segments, SEGMENTS_AT_ONCE), KEYS=keys, KV_HEADS=num_kv_heads,
-        ROWS=ROWS, H0=h0, H1=h1, V0=v0, V1=v1,
+        SEGMENTS=segments, AT_ONCE=min(triton.next_power_of_2(segments), SEGMENTS_AT_ONCE), KEYS=keys,
+        KV_HEADS=num_kv_heads, ROWS=ROWS, H0=h0, H1=h1, V0=v0, V1=v1,
     )  # fmt: skip
     return d_key, d_value
 
@@ -59,16 +59,28 @@ def _add(
     num_tiles = (num_keys + KEYS - 1) // KEYS
     tile = (tl.program_id(1) * KV_HEADS + row % KV_HEADS) * num_tiles + row // KV_HEADS // KEYS
     per_segment = tl.num_programs(1) * KV_HEADS * num_tiles
+    rows_of_batch = tl.cast(num_keys * KV_HEADS, tl.int64)
+    WIDTH: tl.constexpr = DIM.D0 + DIM.D1
+    NUMBER: tl.constexpr = AT_ONCE * row.shape[0]
     total = zeros(row.shape[0], DIM)
-    for several in tl.range(0, SEGMENTS, AT_ONCE):
-        for i in tl.static_range(AT_ONCE):
-            segment = several + i
-            mine = inside & (segment < SEGMENTS)
-            there = tl.load(written + segment * per_segment + tile, mask=mine, other=0) != 0
-            first = (segment * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * (num_keys * KV_HEADS)
-            total = added(total, load_rows(parts, Rows(first, row, there), DIM))
-    first = tl.program_id(1).to(tl.int64) * (num_keys * KV_HEADS)
-    store_rows(result, Rows(first, row, inside), total, DIM)
+    for first in tl.range(0, SEGMENTS, AT_ONCE):
+        # One load of them all: of a load for each segment the assembler has just two in flight.
+        segment = (first + tl.arange(0, AT_ONCE))[:, None]
+        mine = inside[None, :] & (segment < SEGMENTS)
+        there = tl.load(written + segment * per_segment + tile[None, :], mask=mine, other=0) != 0
+        at = (segment * tl.num_programs(1) + tl.program_id(1)) * rows_of_batch + row[None, :]
+        part = load_at(parts, tl.reshape(at * WIDTH, [NUMBER]), tl.reshape(there, [NUMBER]), DIM)
+        total = added(total, _summed(part, AT_ONCE))
+    store_rows(result, Rows(tl.program_id(1) * rows_of_batch, row, inside), total, DIM)
+
+
+@triton.jit
+def _summed(x, COUNT: tl.constexpr):
+    """The sum of COUNT tiles that lie one below the other."""
+    ROWS: tl.constexpr = x.first.shape[0] // COUNT
+    first = tl.sum(x.first.reshape(COUNT, ROWS, x.first.shape[1]), 0)
+    second = None if x.second is None else tl.sum(x.second.reshape(COUNT, ROWS, x.second.shape[1]), 0)
+    return Pieces(first, second)
 
 
 @triton.jit(repr=named("nsa_add_segments"))

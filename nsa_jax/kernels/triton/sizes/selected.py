@@ -251,7 +251,10 @@ GRADIENT_PARTS = (
     Row(Bounds(heads=3, largest_dim=64), _O(64, 4, 3, None, 1024, 6144, 4), FEW_HEADS),
     Row(Bounds(heads=4, largest_dim=128), _O(64, 4, 3, None, 1024, 6144, 2.4), FEW_HEADS),
     Row(Bounds(heads=4, blackwell=False), _O(128, 8, 1, None, 1024, 6144, 2.6), FEW_HEADS),
-    Row(Bounds(heads=5, largest_dim=128), _O(64, 4, 3, None, 1024, 12288, 2.3), MORE_HEADS),
+    *(
+        Row(bounds, _O(64, 4, 3, None, 1024, 12288, 2.3), MORE_HEADS)
+        for bounds in (Bounds(heads=5, largest_dim=128), Bounds(heads=7, largest_dim=64))
+    ),
     Row(Bounds(heads=7, largest_dim=128), _O(64, 4, 3, None, 1024, 6144, 2.3), MORE_HEADS),
     Row(Bounds(heads=8, largest_dim=128), _O(64, 4, 3, None, 1024, 12288, 1.9), MORE_HEADS),
 )
