@@ -18,7 +18,7 @@ from small_layer import (
     turn_first_pair,
 )
 
-from nsa_jax.nn import DenseAttention
+from nsa_jax.nn import DenseAttention, NSAAttention
 
 # With dropout: in training mode a forward drops outputs, and a step must not.
 NORMED = dict(normalize_qk=True, scale=0.7, dropout_rate=0.5)
@@ -31,6 +31,15 @@ def test_steps_of_a_cache_equal_the_full_forward():
         layer = make_layer(jnp.float64, **NORMED, **OWN_PARTS)
         full = np.asarray(jax.jit(lambda x: layer(x, deterministic=True))(x))
         assert_steps_give(full, layer, x)
+
+
+@pytest.mark.parametrize("kind", [NSAAttention, DenseAttention])
+def test_dropout_wants_a_stream(kind):
+    """Without one the first call raised Flax's KeyError."""
+    with pytest.raises(ValueError, match=r"rngs must have a stream for dropout, got \['params'\]"):
+        kind(4, WIDTH, num_kv_heads=2, dropout_rate=0.5, rngs=nnx.Rngs(params=0))
+    kind(4, WIDTH, num_kv_heads=2, dropout_rate=0.0, rngs=nnx.Rngs(params=0))
+    kind(4, WIDTH, num_kv_heads=2, dropout_rate=0.5, rngs=nnx.Rngs(params=0, dropout=1))
 
 
 @pytest.mark.parametrize("kind", ["nsa", "dense"])

@@ -117,8 +117,15 @@ def unchanged(heads: Array) -> Array:
 
 
 def output_dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
-    """Makes the dropout for the output of a layer. At rate 0 it has no random state."""
+    """Makes the dropout for the output of a layer. At rate 0 it has no random state.
+
+    Raises TypeError or ValueError for a rate that is none, or if `rngs` has no stream for it.
+    """
     check_dropout_rate(rate)
+    if rate and not {"dropout", "default"} & {*rngs}:
+        raise ValueError(
+            f"rngs must have a stream for dropout, got {sorted(rngs)}. Pass nnx.Rngs(..., dropout=seed)."
+        )
     return nnx.Dropout(rate, rngs=rngs if rate else None)
 
 
