@@ -3,6 +3,8 @@
 import concurrent.futures
 import hashlib
 import json
+import pathlib
+import warnings
 from unittest import mock
 
 import jax
@@ -14,6 +16,7 @@ pytest.importorskip("jax_triton", reason=f"needs jax-triton, {WHERE}", exc_type=
 pytest.importorskip("jax_cuda13_plugin", reason=f"needs jax-cuda13-plugin, {WHERE}", exc_type=ImportError)
 
 import jax_triton  # noqa: E402
+import triton  # noqa: E402
 import triton_compile  # noqa: E402
 import triton_kernels  # noqa: E402
 from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
@@ -133,11 +136,38 @@ def test_nothing_is_kept_where_jax_keeps_nothing(folder, option, value, monkeypa
 def test_a_folder_that_cannot_be_written_is_a_warning(folder):
     folder.parent.parent.mkdir(exist_ok=True)
     folder.parent.write_text("a file")
-    with pytest.warns(UserWarning, match="cannot be written, got .*Set jax_compilation_cache_dir"):
+    with pytest.warns(
+        UserWarning, match="must have a folder that can be written, got .*Set jax_compilation_cache_dir"
+    ):
         assert lowered(*arrays())[1] == 1
 
 
-def test_processes_share_a_folder(folder):
+def test_a_file_that_fails_leaves_nothing_and_one_warning(folder):
+    """A full disk, as it were; the file's name in the message would make each warning another one."""
+    from nsa_jax.kernels.triton import kernel_cache
+
+    lowered(*arrays())
+    (file,) = folder.iterdir()
+    found = kernel_cache._read(file)
+    full = OSError(28, "No space left on device", str(file))
+    with (
+        mock.patch.object(pathlib.Path, "replace", side_effect=full),
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("default")
+        for name in "ab":
+            kernel_cache._write(folder / name, found)
+    assert list(folder.iterdir()) == [file]
+    assert len(told) == 1
+
+
+def test_a_compiler_that_is_watched_compiles(folder, monkeypatch):
+    lowered(*arrays())
+    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
+    assert lowered(*arrays())[1] == 1
+
+
+def test_writers_share_a_folder(folder):
     """Four that write the same file at once: each finds a whole one, and none is left half written."""
     from nsa_jax.kernels.triton import kernel_cache
 

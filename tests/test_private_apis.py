@@ -27,6 +27,7 @@ UNSTABLE = (
 )
 
 TRITON, LAUNCH, CHIP = "nsa_jax/kernels/triton", "nsa_jax/kernels/triton/launch.py", "nsa_jax/kernels/chip.py"
+KEPT = "nsa_jax/kernels/triton/kernel_cache.py"
 DEAD, PARTITION = "nsa_jax/kernels/triton/dead_launches.py", "nsa_jax/sharding/auto.py"
 MOSAIC, ELSEWHERE = "nsa_jax/kernels/mosaic_gpu", "nsa_jax/traced_elsewhere.py"
 FORMS = f"{MOSAIC}/unstable.py"
@@ -78,7 +79,13 @@ USED = {
     "jax_triton": ("the module itself", LAUNCH, TRITON, "tests"),
     "jax_triton.triton_call": ("launches the kernels; `input_output_aliases` is deprecated", LAUNCH, "tests"),
     "jax_triton.TensorDescriptor": ("host-side TMA descriptors", TRITON),
-    "jax_triton.triton_lib": ("whether it has its compiler, and what it made", TRITON, "tests", DEAD),
+    "jax_triton.triton_lib": (
+        "its compiler, which kernel_cache wraps, and what it made",
+        TRITON,
+        "tests",
+        DEAD,
+    ),
+    "triton._C.libtriton": ("which environment variables change a kernel, as Triton's cache asks", KEPT),
     "jax_triton.triton_lib.gpu_info": ("what it compiles for", CHIP),
     "triton.runtime.interpreter": ("runs kernels without a GPU", "tests"),
     "orbax.checkpoint": ("a new API replaces it", SAVES, READS, FOLDER, ADOPT, "examples", "tests"),
@@ -94,6 +101,7 @@ USED = {
 THROUGH_VARIABLES = {
     "jax.stages.Compiled.memory_analysis": "peak memory, in benchmarks and tests",
     "jax._src.sharding_impls.GSPMDSharding": "nsa_jax.kernels.partition: its attribute `_hlo_sharding`",
+    "triton.backends.nvidia.compiler.CUDAOptions.hash": "nsa_jax.kernels.triton.kernel_cache: part of a key",
     "jax_triton.triton_lib.cb": "nsa_jax.kernels.triton.support: whether a compiler is there",
     "jax_triton.triton_lib.triton_kernel_call_lib": "nsa_jax.kernels.triton.support: whether the plugin is",
     "jax_triton.triton_lib.gpu_info.get_gpu_info": "nsa_jax.kernels.chip: what it compiles for",

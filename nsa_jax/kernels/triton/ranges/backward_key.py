@@ -7,7 +7,7 @@ key, nothing is masked. A step has `rows` rows: a tile of tokens with all heads,
 would be padding, of one head (`APART`). It takes four products: logits, `d_out v^T`, d_value, d_key.
 
 A compressed branch has few keys and very many queries, so its queries are cut into segments. Each leaves
-float32 sums `[segments, B, S, K, H + V]` (at most 300 MB) of the tiles that one of its queries sees, and
+float32 sums `[segments, B, S, K, H + V]` (at most 300 MB) of the tiles that its queries may see, and
 `sum_segments` adds them. Programs of one segment run side by side, so they read the same queries from L2. The
 last segment has the queries that see the most keys, so it starts first. With one segment (a window) the
 program writes the results themselves.
@@ -241,8 +241,8 @@ class RowData(NamedTuple):
     NUMBERS: tl.constexpr
 
 
-class _Run(NamedTuple):
-    """Queries of a run, which a program loops over, their output gradients, numbers, and ranges of keys."""
+class _QueriesOfRun(NamedTuple):
+    """What a program reads of the queries of one run: vectors, output gradients, numbers, ranges of keys."""
 
     queries: Queries
     gradients: Queries
@@ -412,7 +412,7 @@ def range_key_gradients_kernel(
             bounds += (b.to(tl.int64) * key_tiles + tile) * 4
             limits = Limits(tl.load(bounds), tl.load(bounds + 1), tl.load(bounds + 2), tl.load(bounds + 3))
         steps = _steps(limits, segment, segment_tiles)
-        source: tl.constexpr = _Run(queries, gradients, data, ranges, run)
+        source: tl.constexpr = _QueriesOfRun(queries, gradients, data, ranges, run)
         sums = _sum_run(
             sums, held, source, steps,
             APART=APART, SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, GATED=GATED, PRECISION=PRECISION,
@@ -424,7 +424,7 @@ def range_key_gradients_kernel(
             run = run_at(runs, b, number, num_queries, FIRST, RUN_LENGTH)
             limits = query_limits(first_key, tl.minimum(first_key + KEYS, num_keys), ranges, run, TOKENS)
             steps = _steps(limits, segment, segment_tiles)
-            source: tl.constexpr = _Run(queries, gradients, data, ranges, run)
+            source: tl.constexpr = _QueriesOfRun(queries, gradients, data, ranges, run)
             sums = _sum_run(
                 sums, held, source, steps,
                 APART=APART, SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, GATED=GATED, PRECISION=PRECISION,

@@ -1,8 +1,8 @@
 """Range attention backward: adds up what the segments of the queries left for each key.
 
 grid = (ceil(S K / ROWS), B, 2): one program for ROWS rows, each a key with one KV head, of d_key or d_value.
-It adds in float32, in the order of the segments, those in which some query sees the row's tile of keys; the
-sums of others were never written, and are not read. Where there are none the gradient is 0. It only moves
+It adds in float32, eight segments at a time and always in the same order, those that have written sums of the
+row's tile of keys; what others have there is not read. Where there are none the gradient is 0. It only moves
 memory: `4 (H + V)` bytes a key, KV head and such segment. At 8k tokens, 4 KV heads, 128/128 and 32 segments,
 half of which see a key in the causal case, that is 33 MB, 8 us at 4.3 TB/s.
 """
@@ -34,7 +34,7 @@ def add_segments(
     Args:
       key, value: what the gradients are of.
       part_key, part_value: float32 sums of each segment.
-      written: whether a segment wrote those of a KV head and a tile of keys.
+      written: steps of the loop of a segment, for a KV head and a tile of keys; 0 where it wrote no sums.
       keys: keys of a tile.
     """
     batch, num_keys, num_kv_heads, key_dim = key.shape
