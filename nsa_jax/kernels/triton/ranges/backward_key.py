@@ -424,7 +424,7 @@ def range_key_gradients_kernel(
             run = run_at(runs, b, number, num_queries, FIRST, RUN_LENGTH)
             limits = query_limits(first_key, tl.minimum(first_key + KEYS, num_keys), ranges, run, TOKENS)
             steps = _steps(limits, segment, segment_tiles)
-            source: tl.constexpr = _QueriesOfRun(queries, gradients, data, ranges, run)
+            source: tl.constexpr = _QueriesOfRun(queries, gradients, data, ranges, run)  # type: ignore[no-redef]
             sums = _sum_run(
                 sums, held, source, steps,
                 APART=APART, SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, GATED=GATED, PRECISION=PRECISION,
