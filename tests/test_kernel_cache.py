@@ -65,9 +65,11 @@ def test_descriptors_of_a_kernel_are_found_again(folder):
 
     q, k = (jax.ShapeDtypeStruct((1, 256, n, 64), jnp.bfloat16) for n in (4, 1))
 
-    def gradients(q, k, v):
-        attend = lambda *x: window_attention(*x, config=NSAConfig(), implementation="triton").out  # noqa: E731
-        out, pull_back = jax.vjp(attend, q, k, v)
+    def attend(q, k, v):
+        return window_attention(q, k, v, config=NSAConfig(), implementation="triton").out
+
+    def gradients(*arrays):
+        out, pull_back = jax.vjp(attend, *arrays)
         return pull_back(out)
 
     texts = []
@@ -143,7 +145,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(folder):
 
 
 def test_a_file_that_fails_leaves_nothing_and_one_warning(folder):
-    """A full disk, as it were; the file's name in the message would make each warning another one."""
+    """As on a full disk. With the name of the file in it, each warning would be another one."""
     from nsa_jax.kernels.triton import kernel_cache
 
     lowered(*arrays())

@@ -119,15 +119,16 @@ class NSAAttention(NSACacheSteps):
         "contiguous".
       implementation: one of `nsa_jax.dispatch.IMPLEMENTATIONS`, or None for the best that can run the call,
         see `nsa_jax.choose`.
-      rngs: source of the initial parameters.
+      rngs: source of the initial parameters, and of dropout: its stream `dropout`, or the default one.
 
     Raises:
       TypeError: an option is of the wrong kind, or cannot be called as described.
-      ValueError: head counts or widths do not divide; a number is out of range; `branches`, `selector`,
-        `compression`, `dtype`, `param_dtype`, `precision`, `context_order`, `implementation` or a name in
-        `sharding` is unknown, or the mesh in context cannot shard a parameter as asked; `rotary` or
-        `compressor` is given together with the options that it replaces; an option is for a branch that is
-        absent; or a selector does not choose as `Selector` describes.
+      ValueError: head counts or widths do not divide; a number is out of range; `rngs` has no stream for a
+        dropout that is asked for; `branches`, `selector`, `compression`, `dtype`, `param_dtype`, `precision`,
+        `context_order`, `implementation` or a name in `sharding` is unknown, or the mesh in context cannot
+        shard a parameter as asked; `rotary` or `compressor` is given together with the options that it
+        replaces; an option is for a branch that is absent; or a selector does not choose as `Selector`
+        describes.
       NotImplementedError: there is a `context_axis`, and not all branches or a selector other than
         "importance".
 

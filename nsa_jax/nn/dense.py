@@ -69,13 +69,14 @@ class DenseAttention(DenseCacheSteps):
       implementation: one of `nsa_jax.dispatch.IMPLEMENTATIONS` or None, see `NSAAttention`. It chooses
         what attends with a window, in packed rows or through a cache; full attention of other rows does not
         use it.
-      rngs: source of the initial parameters.
+      rngs: source of the initial parameters, and of dropout: its stream `dropout`, or the default one.
 
     Raises:
       TypeError: an option is of the wrong kind, or cannot be called as described.
-      ValueError: head counts or widths do not divide; a number is out of range; `dtype`, `param_dtype`,
-        `precision`, `implementation` or a name in `sharding` is unknown, or the mesh in context cannot
-        shard a parameter as asked; or `rotary` is given together with `rope_base` or `rope_scaling`.
+      ValueError: head counts or widths do not divide; a number is out of range; `rngs` has no stream for a
+        dropout that is asked for; `dtype`, `param_dtype`, `precision`, `implementation` or a name in
+        `sharding` is unknown, or the mesh in context cannot shard a parameter as asked; or `rotary` is given
+        together with `rope_base` or `rope_scaling`.
     """
 
     @keywords.known
