@@ -65,6 +65,7 @@ WITHOUT_PRODUCTS = OF_LISTS | {
     "nsa_best_blocks",
     "nsa_gated_sum",
     "nsa_gate_gradients",
+    "nsa_row_scalars",
 }
 KERNELS = WITH_PRODUCTS | WITHOUT_PRODUCTS | RECOMPUTING
 OF_A_STEP = {  # in test_triton_decode and test_triton_dense_decode

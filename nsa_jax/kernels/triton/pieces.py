@@ -77,6 +77,18 @@ def added(x, y):
 
 
 @triton.jit
+def sum_of(x, COUNT: tl.constexpr):
+    """The sum of COUNT tiles that lie one below the other, in their dtype."""
+    ROWS: tl.constexpr = x.first.shape[0] // COUNT
+    y0 = tl.sum(x.first.reshape(COUNT, ROWS, x.first.shape[1]), 0)
+    if x.second is None:
+        y1 = None
+    else:
+        y1 = tl.sum(x.second.reshape(COUNT, ROWS, x.second.shape[1]), 0)
+    return Pieces(y0, y1)
+
+
+@triton.jit
 def cast(x, dtype: tl.constexpr):
     """`x` in another dtype."""
     if x.second is None:

@@ -59,6 +59,7 @@ from nsa_jax.kernels.triton.ranges.edges import (
     range_of,
     run_at,
 )
+from nsa_jax.kernels.triton.ranges.row_scalars import row_scalars
 from nsa_jax.kernels.triton.ranges.sum_segments import add_segments
 from nsa_jax.kernels.triton.sizes import choose_sizes
 from nsa_jax.kernels.triton.sizes.ranges import (
@@ -68,8 +69,6 @@ from nsa_jax.kernels.triton.sizes.ranges import (
     RangeKeySizes,
     segment_tokens,
 )
-
-_SMALLEST_GATE = 1e-18
 
 
 def choose_segments(
@@ -128,35 +127,6 @@ def ranges_of_rows(start, end, heads: int, tokens: int) -> Int32[Array, "B 2 row
     return jnp.stack([by_token(start), by_token(jnp.maximum(end - start, 0))], axis=1)
 
 
-def scalars_of_rows(lse, delta, gate, heads: int, tokens: int) -> Float[Array, "B groups 2|3 rows"]:
-    """Normaliser, shift and, if there is one, gate of each row, padded to the rows that steps load.
-
-    A group has `heads` query heads. With these numbers `p = exp2(logits - normaliser)`, `dv` sums `gate p`,
-    and `dk` sums `gate p (dp - shift)`: the kernel need not hold `p` beside `gate p`. Rows that see nothing,
-    or whose gate and delta are 0, have normaliser inf, since exp2(x - inf) = 0. A gate below 1e-18 in
-    magnitude becomes 1e-18.
-    """
-    batch, num_queries, num_heads = lse.shape
-    padding = ((0, 0), (0, -num_queries % tokens), (0, 0), (0, padded_heads(heads) - heads))
-
-    def by_head(x, fill):
-        x = x.reshape(batch, num_queries, num_heads // heads, heads)
-        x = jnp.pad(x, padding, constant_values=fill)
-        return x.swapaxes(1, 2).reshape(batch, num_heads // heads, -1)
-
-    seen = lse != -jnp.inf  # true for NaN, too
-    if gate is not None:
-        seen &= (gate != 0) | (delta != 0)
-    normaliser = jnp.where(seen, lse * LOG2_E.value, jnp.inf)
-    shift = jnp.where(seen, delta, 0)
-    if gate is None:
-        scalars = [by_head(normaliser, jnp.inf), by_head(shift, 0)]
-    else:
-        gate = jnp.where(jnp.abs(gate) < _SMALLEST_GATE, _SMALLEST_GATE, gate)
-        scalars = [by_head(normaliser, jnp.inf), by_head(shift / gate, 0), by_head(gate, 1)]
-    return jnp.stack(scalars, axis=2)
-
-
 def range_key_gradients(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
@@ -184,7 +154,7 @@ def range_key_gradients(
     segments = sizes.segments or choose_segments(
         batch, num_queries, num_keys, num_kv_heads, heads, key_dim + value_dim, sizes.keys
     )
-    scalars = scalars_of_rows(given.lse, delta, given.gate, together, tokens)
+    scalars = row_scalars(given, delta, heads=together, tokens=tokens)
     edges, (*_, runs) = ranges.kernel_operands(tokens)
     bounds = rows = None
     if not edges.known:

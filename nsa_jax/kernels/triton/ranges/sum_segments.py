@@ -14,7 +14,7 @@ from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import Rows, load_at, store_rows
-from nsa_jax.kernels.triton.pieces import Dim, Pieces, added, zeros
+from nsa_jax.kernels.triton.pieces import Dim, added, sum_of, zeros
 
 ROWS = 8  # of a program
 SEGMENTS_AT_ONCE = 8  # whose loads are in flight together
@@ -70,17 +70,8 @@ def _add(
         there = tl.load(written + segment * per_segment + tile[None, :], mask=mine, other=0) != 0
         at = (segment * tl.num_programs(1) + tl.program_id(1)) * rows_of_batch + row[None, :]
         part = load_at(parts, tl.reshape(at * WIDTH, [NUMBER]), tl.reshape(there, [NUMBER]), DIM)
-        total = added(total, _summed(part, AT_ONCE))
+        total = added(total, sum_of(part, AT_ONCE))
     store_rows(result, Rows(tl.program_id(1) * rows_of_batch, row, inside), total, DIM)
-
-
-@triton.jit
-def _summed(x, COUNT: tl.constexpr):
-    """The sum of COUNT tiles that lie one below the other."""
-    ROWS: tl.constexpr = x.first.shape[0] // COUNT
-    first = tl.sum(x.first.reshape(COUNT, ROWS, x.first.shape[1]), 0)
-    second = None if x.second is None else tl.sum(x.second.reshape(COUNT, ROWS, x.second.shape[1]), 0)
-    return Pieces(first, second)
 
 
 @triton.jit(repr=named("nsa_add_segments"))

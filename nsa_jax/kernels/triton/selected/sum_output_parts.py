@@ -20,13 +20,13 @@ from nsa_jax.array_typing import Array, Float, Int, Int32
 from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.launch import launch, named
 from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
-from nsa_jax.kernels.triton.pieces import LN_2, Dim, added, cast, scaled, zeros
+from nsa_jax.kernels.triton.pieces import LN_2, Dim, added, cast, scaled, sum_of, zeros
 from nsa_jax.kernels.triton.selected.summed_rows import has_part, summed_rows
 from nsa_jax.kernels.triton.selected.unions import last_rows
 from nsa_jax.layout import Placement
 
 ROWS = 16  # of a program
-SLOTS_AT_ONCE = 16  # whose loads are in flight together
+SLOTS_AT_ONCE = 4  # whose loads are in flight together
 
 
 def add_output_parts(
@@ -53,10 +53,10 @@ def add_output_parts(
     updated, () = launch(
         add_output_parts_kernel, parts, part_lse, chunk, block_indices, last_rows(placement),
         placement.sequence_start, out=(), in_place=in_place,
-        grid=(triton.cdiv(queries, tokens), parts.shape[0]),
+        grid=(triton.cdiv(queries, tokens), parts.shape[0]), num_warps=triton.cdiv(parts.shape[3], 128),
         num_queries=num_queries, chunk_queries=queries, all_heads=batch * num_kv_heads,
         KV_HEADS=num_kv_heads, G=heads, PADDED_G=padded_heads(heads), TOKENS=tokens, R=slots,
-        PADDED_R=triton.next_power_of_2(slots), AT_ONCE=min(slots, SLOTS_AT_ONCE),
+        PADDED_R=triton.next_power_of_2(slots), AT_ONCE=min(triton.next_power_of_2(slots), SLOTS_AT_ONCE),
         BLOCK=placement.config.selection_block_size, V0=v0, V1=v1,
     )  # fmt: skip
     return tuple(updated[name] for name in names[: len(results)])
@@ -89,13 +89,17 @@ def add_output_parts_kernel(
     top = tl.where(some, tl.max(logits, 1), 0.0)
     total = tl.where(some, tl.sum(tl.exp2(logits - top[:, None]), 1), 1.0)
     result = zeros(TOKENS * PADDED_G, VALUE)
+    NUMBER: tl.constexpr = AT_ONCE * TOKENS * PADDED_G
     for several in tl.range(0, R, AT_ONCE):
-        for i in tl.static_range(AT_ONCE):
-            one = several + i
-            rows = Rows(first, (mine.within * R + one) * G + mine.head, has_part(mine, one, R, BLOCK))
-            logit = tl.load(part_lse + first + rows.offset, mask=rows.inside, other=float("-inf"))
-            part = cast(load_rows(parts, rows, VALUE), tl.float32)
-            result = added(result, scaled(part, tl.exp2(logit - top)[:, None]))
+        # One load of several slots: with a load for each, their weights wait for one another.
+        one = (several + tl.arange(0, AT_ONCE))[:, None]
+        at = (mine.within[None, :] * R + one) * G + mine.head[None, :]
+        there = has_part(mine, one, R, BLOCK)
+        logit = tl.load(part_lse + first + at, mask=there, other=float("-inf"))
+        weight = tl.reshape(tl.exp2(logit - top[None, :]), [NUMBER])
+        rows = Rows(first, tl.reshape(at, [NUMBER]), tl.reshape(there, [NUMBER]))
+        part = cast(load_rows(parts, rows, VALUE), tl.float32)
+        result = added(result, sum_of(scaled(part, weight[:, None]), AT_ONCE))
 
     to = mine.result
     store_rows(out, to, scaled(result, (1 / total)[:, None]), VALUE)
