@@ -364,27 +364,34 @@ def check_lists(case: Case) -> None:
         assert lists.unmasked[b, k, tile] == sum(x + case.block - 1 <= least for x in expected)
 
 
+CUTS = (None, None), (10, None), (1000, 1)  # queries of a range, heads of a chunk
+
+
 @functools.cache
 def inverted(case: Case) -> dict:
-    """`invert` without ranges and with them, in one program."""
+    """`invert` with all CUTS, in one program."""
     (_, _, _, indices), placed, *_ = inputs(case)
 
     @jax.jit
     def turned(indices):
-        return [invert(indices, placed, case.num_keys, item=case.item, range_queries=x) for x in (None, 10)]
+        return [
+            invert(indices, placed, case.num_keys, item=case.item, range_queries=queries, chunk_heads=heads)
+            for queries, heads in CUTS
+        ]
 
     with interpreted():
-        return dict(zip((None, 10), jax.tree.map(np.asarray, turned(indices)), strict=True))
+        return dict(zip(CUTS, jax.tree.map(np.asarray, turned(indices)), strict=True))
 
 
-def check_items(case: Case, range_queries: int | None = None) -> None:
+def check_items(case: Case, range_queries: int | None, chunk_heads: int | None) -> None:
     """Every pair lies in one item, in order, and every item, slot and block fits the static sizes.
 
-    With ranges: the items of each KV head and range follow each other, and hold codes of token and slot.
+    The items of a chunk follow each other, the longest first. With ranges they hold codes of token and slot.
     """
     (_, _, _, indices), placed, *_ = inputs(case)
     indices, sequence_start, position = map(np.asarray, (indices, placed.sequence_start, placed.position))
-    found = inverted(case)[range_queries]
+    found = inverted(case)[range_queries, chunk_heads]
+    lanes = [0] * len(found.items)
     if range_queries is not None:
         codes = np.asarray(found.tokens)
         found = found._replace(tokens=codes // case.slots)
@@ -394,7 +401,8 @@ def check_items(case: Case, range_queries: int | None = None) -> None:
             if head < 0:
                 assert number >= found.bounds[-1]
                 continue
-            lane = np.searchsorted(np.asarray(found.bounds), number, side="right") - 1
+            lane = np.searchsorted(np.asarray(found.bounds), number, side="right") - 1  # which is a chunk
+            lanes[number] = lane
             b, k = divmod(int(head), case.kv_heads)
             assert lane // ranges == head
             for code in codes[first:end]:
@@ -411,8 +419,10 @@ def check_items(case: Case, range_queries: int | None = None) -> None:
         for b, t, k, r in np.ndindex(*indices.shape)
         if indices[b, t, k, r] >= 0 and indices[b, t, k, r] * case.block <= position[b, t]
     }
-    got, slots = [], []
-    for head, start, limit, first, masked, end, slot in np.asarray(found.items):
+    got, slots, order = [], [], []
+    for lane, (head, start, limit, first, masked, end, slot) in zip(
+        lanes, np.asarray(found.items), strict=True
+    ):
         if head < 0:
             continue
         assert first <= masked <= end <= first + case.item
@@ -421,6 +431,8 @@ def check_items(case: Case, range_queries: int | None = None) -> None:
         assert ((start + case.block - 1 > row) == (np.arange(first, end) < masked)).all()
         got += [(int(head), int(start), int(t)) for t in np.asarray(found.tokens)[first:end]]
         slots += [int(slot)] if slot >= 0 else []
+        order.append((lane, first - end))
+    assert order == sorted(order)
     assert len(got) == len(set(got)) == len(expected)
     assert set(got) == expected
     assert sorted(slots) == list(range(len(slots)))
@@ -435,12 +447,12 @@ def check_orders(case: Case) -> None:
     for tile_pairs, step, most_groups in ((32, 4, 2**15), (None, 4096, 0)):
         with (
             mock.patch.object(items, "fitting_tile", return_value=tile_pairs),
-            mock.patch.object(item_table, "STEP", step),
+            mock.patch.multiple(item_table, STEP=step, GROUPS_AT_ONCE=min(step, 128)),
             mock.patch.object(items, "MOST_GROUPS", most_groups),
         ):
             others = inverted.__wrapped__(case)
-        for range_queries, found in inverted(case).items():
-            other = others[range_queries]
+        for cut, found in inverted(case).items():
+            other = others[cut]
             pairs = found.items[:, 5].max(where=found.items[:, 0] >= 0, initial=0)
             assert np.array_equal(found.tokens[:pairs], other.tokens[:pairs])
             rest = (jax.tree.leaves(x._replace(tokens=0)) for x in (found, other))
@@ -514,8 +526,8 @@ def main() -> None:
     for name, case in CASES.items():
         began = time.time()
         check_lists(case)
-        check_items(case)
-        check_items(case, range_queries=10)
+        for cut in CUTS:
+            check_items(case, *cut)
         if name in SORTED_IN_OTHER_WAYS:
             check_orders(case)
         check_parts(case)

@@ -100,7 +100,10 @@ def gradients_in_parts(
     slots = block_indices.shape[3]
     num_keys, last_keys = key.shape[1], last_rows(placement)
     chunks = chunks_of(query, block_indices)
-    items = invert(block_indices, placement, num_keys, item=ITEM_QUERIES, range_queries=chunks.queries)
+    items = invert(
+        block_indices, placement, num_keys,
+        item=ITEM_QUERIES, range_queries=chunks.queries, chunk_heads=chunks.heads,
+    )  # fmt: skip
     most = chunks.most_items(items, slots, ITEM_QUERIES)
     products, delta = row_deltas(given)
     arrays = KeyArrays.of(query, key, value, given, delta, aligned=known["aligned"])

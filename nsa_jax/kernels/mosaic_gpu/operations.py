@@ -37,9 +37,10 @@ from nsa_jax.kernels.triton.operations import (
 from nsa_jax.kernels.triton.selected.backward_key import join_items
 from nsa_jax.kernels.triton.selected.items import invert
 from nsa_jax.kernels.triton.selected.unions import last_rows, union_lists
+from nsa_jax.kernels.triton.sizes.selected import fitting_item
 from nsa_jax.layout import Placement
 
-ITEM_QUERIES = 2048  # most queries of an item
+ITEM_QUERIES = 2048  # most queries of an item; half of that in short rows
 
 __all__ = (
     "block_probabilities",
@@ -105,7 +106,8 @@ def _gradients_by_kernels(
         query, key, value, lists, last_keys, given, scale=scale,
         one_block=placement.tile_in_one_block(tokens), **known,
     )  # fmt: skip
-    items = invert(block_indices, placement, num_keys, item=ITEM_QUERIES)
+    item = fitting_item(ITEM_QUERIES, block_indices.size, least=ITEM_QUERIES // 2)
+    items = invert(block_indices, placement, num_keys, item=item)
     arrays = KeyArrays.of(query, key, value, given, delta, aligned=known["aligned"])
     sums = selected_key_gradients(arrays, items, last_keys, scale=scale, **known)
     return d_query, *join_items(items, *sums), products, delta

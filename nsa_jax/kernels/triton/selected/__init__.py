@@ -116,8 +116,8 @@ def selected_gradients(
     else:
         chunks = chunks_of(query, block_indices, query.shape[3])
         item = fitting_item(way.parts.item, block_indices.size, least=512)
-    range_queries = None if chunks is None else chunks.queries
-    items = invert(block_indices, placement, num_keys, item=item, range_queries=range_queries)
+    cuts = {} if chunks is None else dict(range_queries=chunks.queries, chunk_heads=chunks.heads)
+    items = invert(block_indices, placement, num_keys, item=item, **cuts)
 
     written: tuple[Array, ...] | None = None
     if way.has_tiles:

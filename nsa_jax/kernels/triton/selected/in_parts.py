@@ -72,7 +72,10 @@ def attend_in_parts(
       with_probabilities: whether the probabilities are asked for.
     """
     slots, chunks = block_indices.shape[3], chunks_of(query, block_indices, value.shape[3])
-    items = invert(block_indices, placement, key.shape[1], item=sizes.item, range_queries=chunks.queries)
+    items = invert(
+        block_indices, placement, key.shape[1],
+        item=sizes.item, range_queries=chunks.queries, chunk_heads=chunks.heads,
+    )  # fmt: skip
     table = _table(chunks, items, few)
 
     def chunk(number, results):

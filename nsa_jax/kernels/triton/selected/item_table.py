@@ -2,8 +2,12 @@
 
 Two kernels. The first, grid = (1,), counts the items of each group and adds the numbers up: one program takes
 4096 blocks at a time, range after range, then 4096 groups at a time, 8 numbers a thread. Then grid =
-(ceil(items / 128),): a program finds the groups of 128 items by a binary search, and writes the seven numbers
-of each. `36 items + 24 groups` bytes.
+(ceil(items / 32),): a program finds the groups of 32 items by a binary search, and their places by comparing
+them with all groups of their chunk, 128 at a time; it writes the seven numbers of each.
+`36 items + 28 groups` bytes.
+
+Items of a chunk that have the most pairs come first: programs start in that order, so those that run last are
+short, and few multiprocessors wait for them. At 8k tokens and K = 4 a program makes 512 comparisons an item.
 
 Why one program: groups are few in plain rows (1024 at 8k tokens, K = 8; 4096 at 64k, K = 4), and each has
 five numbers, two of which are sums over all before. XLA makes seven programs of it, which took 28 to 31 us at
@@ -19,9 +23,12 @@ from nsa_jax.array_typing import Array, Int32
 from nsa_jax.kernels.triton.launch import launch, like, named
 
 ITEM_FIELDS = 7
-ITEMS_OF_A_PROGRAM = 128
+ITEMS_OF_A_PROGRAM = 32
 STEP = 4096  # blocks, then groups, of a step of the first kernel
 MOST_GROUPS = 2**15  # that one program counts
+# With more groups, items stay in their order: there are then so many that none is long beside all.
+MOST_ORDERED = 2**13
+GROUPS_AT_ONCE = 128  # with which an item is compared
 
 
 class ItemCounts(NamedTuple):
@@ -29,11 +36,13 @@ class ItemCounts(NamedTuple):
 
     Attributes:
       ends: of each group, number of the items up to its last.
+      lasts: pairs of the last item of each group, -1 where it has none.
       of_group: first slot for partial sums of each group, or -1.
       slots, partials: first slot of each block, and their number, 0 where it has at most one item.
     """
 
     ends: Int32[Array, " groups"]
+    lasts: Int32[Array, " groups"]
     of_group: Int32[Array, " groups"]
     slots: Int32[Array, "heads blocks"]
     partials: Int32[Array, "heads blocks"]
@@ -54,7 +63,7 @@ def count_items(
     groups = heads * ranges * num_blocks
     of_groups, of_blocks = like(bounds, (groups,)), like(bounds, (heads, num_blocks))
     *counts, _ = launch(
-        count_items_kernel, bounds, out=(of_groups, of_groups, of_blocks, of_blocks, of_groups),
+        count_items_kernel, bounds, out=(of_groups, of_groups, of_groups, of_blocks, of_blocks, of_groups),
         grid=(1,), num_warps=16, heads=heads, ranges=ranges, num_blocks=num_blocks, item=item, FILL=fill,
         BLOCKS=min(STEP, triton.next_power_of_2(heads * num_blocks)),
         GROUPS=min(STEP, triton.next_power_of_2(groups)),
@@ -71,16 +80,20 @@ def item_table(
     *,
     item: int,
     num_items: int,
+    of_chunk: int,
 ) -> Int32[Array, "items 7"]:
-    """`BlockItems.items`, `num_items` of them; `starts` and `limits` are those of `BlockItems`."""
+    """`BlockItems.items`, `num_items` of them; `starts` and `limits` are those of `BlockItems`.
+
+    `of_chunk` consecutive groups are a chunk, whose items lie together.
+    """
     heads, num_blocks = counts.slots.shape
     groups = counts.ends.size
     return launch(
-        item_table_kernel, bounds, counts.ends, counts.of_group, starts, limits,
+        item_table_kernel, bounds, counts.ends, counts.lasts, counts.of_group, starts, limits,
         out=like(bounds, (num_items, ITEM_FIELDS)), grid=(triton.cdiv(num_items, ITEMS_OF_A_PROGRAM),),
         groups=groups, group_of_a_head=ranges * num_blocks, num_blocks=num_blocks, item=item,
-        num_items=num_items, KV_HEADS=heads // starts.shape[0], STEPS=groups.bit_length(),
-        SIZE=ITEMS_OF_A_PROGRAM, FIELDS=ITEM_FIELDS,
+        num_items=num_items, of_chunk=of_chunk, KV_HEADS=heads // starts.shape[0], STEPS=groups.bit_length(),
+        SIZE=ITEMS_OF_A_PROGRAM, FIELDS=ITEM_FIELDS, ORDERED=groups <= MOST_ORDERED, AT_ONCE=GROUPS_AT_ONCE,
     )  # fmt: skip
 
 
@@ -94,7 +107,7 @@ def _items_of(bounds, group, exists, item):
 
 @triton.jit(repr=named("nsa_count_items"))
 def count_items_kernel(
-    bounds, ends, of_group, slots, partials, numbers, heads, ranges, num_blocks, item,
+    bounds, ends, lasts, of_group, slots, partials, numbers, heads, ranges, num_blocks, item,
     FILL: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """All counts; `numbers` are the items of each group, between the two loops."""
@@ -129,6 +142,9 @@ def count_items_kernel(
         exists = group < heads * ranges * num_blocks
         found = tl.load(numbers + group, mask=exists, other=0)
         tl.store(ends + group, items + tl.cumsum(found, 0), mask=exists)
+        low = tl.load(bounds + 2 * group, mask=exists, other=0)
+        pairs = tl.load(bounds + 2 * group + 2, mask=exists, other=0) - low
+        tl.store(lasts + group, tl.where(found > 0, pairs - (found - 1) * item, -1), mask=exists)
         items += tl.sum(found, 0)
 
 
@@ -144,10 +160,38 @@ def count_below(ascending, length, than, STEPS: tl.constexpr):
     return low
 
 
+@triton.jit
+def _places(ends, lasts, number, group, is_last, pairs, exists, groups, of_chunk, AT_ONCE: tl.constexpr):
+    """Where items lie if those with the most pairs come first in their chunk.
+
+    All items are full but the last of each group. So a full one only leaves its place to those after which it
+    came, and a last one counts back from the end of the chunk.
+
+    `number`, `group`, `is_last` and `pairs` are of each item: where it lies in the order of the groups, its
+    group, whether it is the last of that, and how many pairs it has.
+    """
+    first = group // of_chunk * of_chunk
+    past = tl.minimum(first + of_chunk, groups)
+    behind = tl.zeros([number.shape[0], AT_ONCE], tl.int32)
+    low = tl.min(tl.where(exists, first, groups), 0)
+    high = tl.max(tl.where(exists, past, 0), 0)
+    for begin in range(low, high, AT_ONCE):
+        other = begin + tl.arange(0, AT_ONCE)
+        last = tl.load(lasts + other, mask=other < high, other=-1)[None, :]
+        other = other[None, :]
+        earlier = other < group[:, None]
+        passed = tl.where(is_last[:, None], last + earlier.to(tl.int32) <= pairs[:, None], earlier)
+        of_chunk_here = (other >= first[:, None]) & (other < past[:, None]) & (last >= 0)
+        behind += (passed & of_chunk_here).to(tl.int32)
+    end = tl.load(ends + past - 1, mask=exists, other=0)
+    return tl.where(is_last, end, number) - tl.sum(behind, 1)
+
+
 @triton.jit(repr=named("nsa_item_table"))
 def item_table_kernel(
-    bounds, ends, of_group, starts, limits, items, groups, group_of_a_head, num_blocks, item, num_items,
-    KV_HEADS: tl.constexpr, STEPS: tl.constexpr, SIZE: tl.constexpr, FIELDS: tl.constexpr,
+    bounds, ends, lasts, of_group, starts, limits, items, groups, group_of_a_head, num_blocks, item,
+    num_items, of_chunk, KV_HEADS: tl.constexpr, STEPS: tl.constexpr, SIZE: tl.constexpr,
+    FIELDS: tl.constexpr, ORDERED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """The fields of SIZE items."""
     number = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -162,8 +206,14 @@ def item_table_kernel(
     slot = tl.load(of_group + group, mask=exists, other=-1)
     head = group // group_of_a_head
     block = head // KV_HEADS * num_blocks + group % num_blocks
-    to = items + number.to(tl.int64) * FIELDS
     inside = number < num_items
+    if ORDERED:
+        is_last = end == last
+        place = _places(
+            ends, lasts, number, group, is_last, end - first, exists, groups, of_chunk, AT_ONCE
+        )  # fmt: skip
+        number = tl.where(exists, place, number)
+    to = items + number.to(tl.int64) * FIELDS
     tl.store(to, tl.where(exists, head, -1), mask=inside)
     tl.store(to + 1, tl.load(starts + block, mask=exists, other=0), mask=inside)
     tl.store(to + 2, tl.load(limits + block, mask=exists, other=0), mask=inside)

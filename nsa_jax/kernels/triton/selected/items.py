@@ -55,7 +55,8 @@ class BlockItems(NamedTuple):
       limits: limit of the keys of each block that may be written, as a row index.
       written: keys whose gradient is written; None where all are.
       num_partials: partial sums to allocate, one a slot; 0 where no block has several items.
-      bounds: with ranges, first item of each KV head and range, and at last the number of items; else None.
+      bounds: with ranges, the items before each KV head and range, and at last the number of items; else
+        None. Where a chunk begins that is its first item.
     """
 
     tokens: Int32[Array, " pairs"]
@@ -84,14 +85,17 @@ def invert(
     *,
     item: int,
     range_queries: int | None = None,
+    chunk_heads: int | None = None,
 ) -> BlockItems:
-    """Sorts the pairs by block, and cuts the pairs of each block into items.
+    """Sorts the pairs by block, and cuts the pairs of each block into items, the longest first.
 
     Args:
       block_indices, placement: sequence-local blocks of each query, and where each query stands.
       num_keys: keys of a row.
       item: most pairs of an item.
       range_queries: queries of a range; None does without ranges and codes.
+      chunk_heads: heads of a chunk, counted over all rows, whose items lie together; None for all. Where
+        there are several ranges, those of a head and range do.
 
     Raises:
       NotImplementedError: too many pairs or blocks for 32-bit integers.
@@ -118,8 +122,9 @@ def invert(
     counts = count(pair_bounds, heads, ranges, num_blocks, item=item, fill=not packed)
     num_items = num_pairs // item + (min(num_groups, num_pairs) if packed else num_groups)
     items = item_table(
-        pair_bounds, counts, numbering.starts, numbering.limits, ranges, item=item, num_items=num_items
-    )
+        pair_bounds, counts, numbering.starts, numbering.limits, ranges, item=item, num_items=num_items,
+        of_chunk=num_blocks * (1 if ranges > 1 else min(chunk_heads or heads, heads)),
+    )  # fmt: skip
     written = _written(numbering, pair_bounds, num_kv_heads, ranges, num_keys, size) if packed else None
     bounds = None if range_queries is None else jnp.pad(counts.ends[num_blocks - 1 :: num_blocks], (1, 0))
     most = min(num_items, most_partials(block_indices, placement, num_keys, item=item, ranges=ranges))
@@ -231,7 +236,8 @@ def _count_by_xla(
     if fill:
         first_range = jnp.arange(ranges)[:, None] == 0
         count = jnp.where(first_range & (total == 0)[:, None], 1, count)
-    return ItemCounts(jnp.cumsum(count, dtype=jnp.int32), of_group.reshape(-1), slots, partials)
+    lasts = jnp.where(count > 0, pairs - (count - 1) * item, -1).reshape(-1)
+    return ItemCounts(jnp.cumsum(count, dtype=jnp.int32), lasts, of_group.reshape(-1), slots, partials)
 
 
 def _number_plain(placement: layout.Placement, num_keys: int) -> _Numbering:
