@@ -102,10 +102,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             "implementation": (dispatch.IMPLEMENTATIONS, "xla", "all but xla need a GPU"),
             "distributions": (DISTRIBUTIONS, MEASURED_BY_DEFAULT, "how far index queries agree"),
         },
-        sizes={
-            "batch": (1, "sequences"),
-            "heads": (4, "query heads"),
-            "kv-heads": (1, "KV heads; must divide --heads"),
+        sizes={"batch": 1, "heads": 4, "kv-heads": 1},
+        own_sizes={
             "key-dim": (64, "dimension of queries, keys, values and of the index"),
         },
     )
@@ -114,25 +112,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-class Run(records.Run):
+class Run(roofline.Run):
     """One run of the benchmark."""
-
-    def __init__(self, options: argparse.Namespace, config: NSAConfig):
-        super().__init__(options.output)
-        self.options, self.config = options, config
-        self.ceiling = roofline.measure_ceiling(options.dtype)
-        print(f"ceiling in {options.dtype}: {self.ceiling}\nconfig {config}", flush=True)
 
     def measure(self, length: int, distribution: str) -> None:
         """Measures one length and distribution; what takes turns are the rows of one mode."""
         shape = shape_of(self.options, length, self.config)
         implementation = self.options.implementation
         progress(f"drawing and compiling {distribution} T={length}")
-        try:
-            draw, keys = draw_index(shape, distribution, implementation)
-        except inputs.NotCoherent as reason:
-            print(f"refused: {distribution} T={length}: {reason}", flush=True)
-            return
+        draw, keys = draw_index(shape, distribution, implementation)
         selected = dataclasses.replace(draw, query=inputs.tensor("query", shape))
         given = programs.arguments("selected_attention", selected, shape)
         settings: dict[str, Any] = dict(config=shape.config, implementation=implementation)
@@ -173,11 +161,7 @@ class Run(records.Run):
         }
         for mode in ("fwd", "bwd"):
             programs_of_mode = {name: x for name, x in compiled.items() if name[1] == mode}
-            progress(f"measuring {len(programs_of_mode)} programs of {mode} at T={length}")
-            times = timing.measure(
-                {name: x.start for name, x in programs_of_mode.items()}, budget_s=self.options.budget_s,
-                sample_s=timing.least_sample_s(),
-            )  # fmt: skip
+            times = self.in_turns(programs_of_mode, f"of {mode} at T={length}")
             for name, program in programs_of_mode.items():
                 cost = costs.get(name) or roofline.cost("dense_attention", mode, shape)
                 sizes = dataclasses.asdict(paper if name[0] == "select_blocks" else shape)
@@ -211,9 +195,7 @@ def main(argv: Sequence[str] | None = None, config: NSAConfig | None = None) -> 
     """Runs the benchmark; `config` other than that of MSA is for tests."""
     options = parse(argv)
     run = Run(options, config or MSA)
-    for length in options.lengths:
-        for distribution in options.distributions:
-            run.measure(length, distribution)
+    run.each(run.measure)
     ratios = {
         f"{row.distribution} {row.length} {row.mode}": round(beside.median_ms / row.median_ms, 2)
         for row, beside in records.beside_dense(run.rows)

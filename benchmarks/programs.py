@@ -28,10 +28,8 @@ def function(operation: str, implementation: str, shape: Shape) -> Function:
             query, key, value, is_causal=True, implementation=cast(Any, implementation)
         )
     if implementation in COMPARED:
-        if operation == "selected_attention":
-            module = importlib.import_module(f"benchmarks.{implementation}")  # needs Triton
-            return functools.partial(module.selected_attention, config=shape.config)
-        implementation = "triton"
+        module = importlib.import_module(f"benchmarks.{implementation}")  # needs Triton
+        return functools.partial(module.selected_attention, config=shape.config)
     run = getattr(attention, operation)
     settings = {} if operation == "gated_sum" else {"config": shape.config}
     if operation == "select_blocks":
@@ -79,10 +77,9 @@ def refusal(operation: str, implementation: str, mode: str, shape: Shape) -> str
             return f"cuDNN needs 16-bit floats and dim % 8 = 0, got {shape.dtype} and {shape.key_dim}"
         return None
     if implementation in COMPARED:
-        like, modes = COMPARED[implementation]
-        if operation != "selected_attention" or mode not in modes:
-            return f"{implementation} is there for selected_attention alone, in {', '.join(modes)}"
-        implementation = like
+        if operation != "selected_attention":
+            return f"{implementation} is there for selected_attention alone"
+        implementation = COMPARED[implementation]
     arrays = [x for x in abstract_arguments(operation, shape) if len(x.shape) == 4]  # no lse
     return dispatch.unsupported_reason(operation, implementation, *arrays, config=shape.config)
 

@@ -69,14 +69,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         lengths=(8192, 16384, 32768, 65536),
         dtype=("bfloat16", "of the activations"),
         choices={"attention": (("nsa", "dense"), ("nsa", "dense"), "models to measure")},
-        sizes={
+        sizes={"layers": 2, "model-dim": 2048, "heads": 64, "kv-heads": 4, "head-dim": 128},
+        own_sizes={
             "devices": (1, "with more than one, also NSA on so many, which share the tokens of a sequence"),
             "batch": (1, "sequences of a step"),
-            "layers": (2, "decoder layers"),
-            "model-dim": (2048, "width of the residual stream"),
-            "heads": (64, "query heads"),
-            "kv-heads": (4, "KV heads; must divide --heads"),
-            "head-dim": (128, "dimension of queries, keys and values"),
         },
     )
     options = parse_sizes(parser, argv)
@@ -94,7 +90,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark."""
     options = parse(argv)
-    run = records.Run(options.output)
+    run = records.Run(options)
     model = TransformerConfig(
         vocab_size=256, num_layers=options.layers, model_dim=options.model_dim, num_heads=options.heads,
         num_kv_heads=options.kv_heads, head_dim=options.head_dim, dtype=options.dtype, remat=True,

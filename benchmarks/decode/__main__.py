@@ -51,17 +51,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
                 "what chooses blocks; with indexer a step has the selected branch alone, in sizes of MSA",
             ),
         },
-        sizes={
+        sizes={"batch": 1, "heads": 16, "kv-heads": 4, "head-dim": 64},
+        own_sizes={
             "layer": (None, "measure whole layers with an input of this width; default: attention alone"),
             "num-layers": (
                 None,
                 "layers in the loop's body; default: 4; on a GPU 8 to 2, for larger batches",
             ),
-            "batch": (1, "sequences"),
             "new-tokens": (1, "tokens of a step"),
-            "heads": (16, "query heads"),
-            "kv-heads": (4, "KV heads; must divide --heads"),
-            "head-dim": (64, "dimension of keys and values"),
             "key-dim": (None, "dimension of keys; default: --head-dim"),
             "value-dim": (None, "dimension of values, at most --key-dim; default: --head-dim"),
         },
@@ -175,14 +172,11 @@ def csv_row(measured: Measured, reads: Mapping[str, np.ndarray], setting: Settin
     return [setting.shape.length, *medians, actual[-1], expected[-1], sum(actual), sum(expected)]
 
 
-class Run(records.Run):
-    """One run of the benchmark: beside its rows the options, and the programs that passed the gate."""
+class Run(roofline.Run):
+    """One run of the benchmark, with the programs that passed the gate."""
 
     def __init__(self, options: argparse.Namespace, config: NSAConfig):
-        super().__init__(options.output)
-        self.options = options
-        self.ceiling = roofline.measure_ceiling(options.dtype)
-        print(f"ceiling in {options.dtype}: {self.ceiling}\nconfig {config}", flush=True)
+        super().__init__(options, config)
         self.passed: list[str] = []
         more = options.implementation, options.new_tokens, options.compression, options.cache_dtype
         shapes = (shape_of(options, length, config, options.layer) for length in options.lengths)
