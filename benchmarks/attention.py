@@ -14,19 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from benchmarks import gate, programs, records, roofline, timing
+from benchmarks import gate, inputs, programs, records, roofline, timing
 from benchmarks.command_line import command, measuring_parser, parse_sizes, progress
-from benchmarks.inputs import (
-    DISTRIBUTIONS,
-    LAYERS,
-    MEASURED_BY_DEFAULT,
-    OPERATIONS,
-    SELECTING,
-    Draw,
-    NotCoherent,
-    Shape,
-    shape_of,
-)
+from benchmarks.inputs import LAYERS, SELECTING, Draw, NotCoherent, Shape, shape_of
 from benchmarks.verdict import Verdict
 from nsa_jax.config import NSAConfig
 
@@ -181,9 +171,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         __doc__,
         dtype=("float32", "of all inputs"),
         choices={
-            "operations": ((*OPERATIONS, "layer"), whole, "operations to measure"),
+            "operations": ((*inputs.OPERATIONS, "layer"), whole, "operations to measure"),
             "modes": (records.MODES[:3], ("fwd", "fwd_bwd"), "forward, backward, or both in one program"),
-            "distributions": (DISTRIBUTIONS, MEASURED_BY_DEFAULT, "how the selected blocks are drawn"),
+            "distributions": (
+                inputs.DISTRIBUTIONS,
+                inputs.MEASURED_BY_DEFAULT,
+                "how the selected blocks are drawn",
+            ),
             "implementations": (records.MEASURED, ("xla",), f"all but xla need a GPU; {compared}"),
         },
         sizes={"batch": 1, "heads": 4, "kv-heads": 1, "key-dim": 64, "value-dim": 64},

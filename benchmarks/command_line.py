@@ -87,7 +87,6 @@ def measuring_parser(
     program: str, description: str, *, dtype: tuple[str, str], sizes: Mapping[str, int],
     own_sizes: Mapping[str, tuple[int | None, str]],
     choices: Mapping[str, tuple[Sequence[str], Sequence[str] | str, str]], lengths: Sequence[int] = (),
-    budget_for: str = "row",
 ) -> Parser:  # fmt: skip
     """The options that the benchmarks share; read them with `parse_sizes`.
 
@@ -99,7 +98,6 @@ def measuring_parser(
       own_sizes: defaults and meanings of others; the meaning says a default that is None.
       choices: allowed words, default and meaning of options that take one of them, or several.
       lengths: the default of `--lengths`; without, the program adds its own.
-      budget_for: what `--budget-s` is the time of.
     """
     parser = Parser(prog=f"python -m {program}", description=description)
     if lengths:
@@ -114,7 +112,7 @@ def measuring_parser(
     for name, (size, meaning) in (meant | dict(own_sizes)).items():
         told = meaning if size is None else f"{meaning}; default: {size}"
         parser.add_argument(f"--{name}", type=positive, default=size, help=told)
-    told = f"seconds of samples for each {budget_for}, at least 3 samples; default: 5"
+    told = "seconds of samples for each timing, at least 3 samples; default: 5"
     parser.add_argument("--budget-s", type=positive_seconds, default=5.0, help=told)
     parser.add_argument("--output", type=pathlib.Path, help="JSONL file to append rows to; default: none")
     return parser

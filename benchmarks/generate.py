@@ -43,7 +43,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             "batch": (8, "prompts, of each device where they are divided by rows"),
             "devices": (1, "with more than one, also NSA on so many, by rows and by heads"),
         },
-        budget_for="timing",
     )
     options = parse_sizes(parser, argv)
     if options.new_tokens < 2 or (options.new_tokens - 1) % options.chunk_size:

@@ -91,12 +91,12 @@ def attention(model: Transformer, batch: int, length: int) -> Part:
     """The steps of all layers, each on a cache that holds `length` tokens a row, without projections."""
     config = model.config
     held = jax.tree.map(_random, model.init_cache(batch, length + STEPS))
-    model = _again(model)
+    model = nnx.merge(*nnx.split(model))  # another one with the same arrays
     x = jnp.zeros((batch, 1, config.model_dim), config.dtype)
     for layer in model.layers:
-        for name in (*_projections(layer.attention), "gate"):
-            if project := getattr(layer.attention, name, None):
-                setattr(layer.attention, name, Mean() if name == "out_proj" else Given(project, x))
+        for name, part in [*vars(layer.attention).items()]:
+            if part is not None and (name == "gate" or name.endswith("_proj")):
+                setattr(layer.attention, name, Mean() if name == "out_proj" else Given(part, x))
     graph, state = nnx.split(model)
 
     def loop(held: Any, state: Any, x: Array) -> tuple[Any, Array]:
@@ -142,15 +142,6 @@ def sampling(model: Transformer, batch: int, _: int) -> Part:
 
 
 PARTS = {"products": products, "attention": attention, "sampling": sampling}
-
-
-def _projections(layer: nnx.Module) -> list[str]:
-    return [name for name in vars(layer) if name.endswith("_proj")]
-
-
-def _again(model: Transformer) -> Transformer:
-    """Another model with the same arrays."""
-    return nnx.merge(*nnx.split(model))
 
 
 def _logits_dtype(model: Transformer) -> Any:

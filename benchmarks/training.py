@@ -15,15 +15,13 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from benchmarks import command_line, devices, records, timing
+from benchmarks import command_line, devices, programs, records, timing
 from benchmarks.command_line import InputError, command, measuring_parser, parse_sizes, progress
 from benchmarks.inputs import Shape, abstract_arguments, key
 from nsa_jax import dispatch
 from nsa_jax.array_typing import Array
 from nsa_jax.config import NSAConfig
 from nsa_jax.model import Transformer, TransformerConfig
-from nsa_jax.nn.checks import head_width
-from nsa_jax.nn.dense import choose_implementation
 from nsa_jax.parallel import padded_length, to_zigzag
 
 try:
@@ -123,14 +121,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def implementation(model: TransformerConfig, batch: int, length: int) -> str:
     """What runs the attention of the model."""
-    dim = head_width(model.num_heads, model.model_dim, model.num_kv_heads, model.head_dim)
+    assert model.head_dim is not None
     shape = Shape(
-        batch=batch, length=length, query_heads=model.num_heads, kv_heads=model.num_kv_heads, key_dim=dim,
-        value_dim=dim, dtype=model.dtype, config=model.nsa,
+        batch=batch, length=length, query_heads=model.num_heads, kv_heads=model.num_kv_heads,
+        key_dim=model.head_dim, value_dim=model.head_dim, dtype=model.dtype, config=model.nsa,
     )  # fmt: skip
-    arrays = abstract_arguments("native_sparse_attention", shape)
     if model.attention == "dense":
-        return choose_implementation(arrays[0]) or "xla"
+        return programs.dense_implementation("dense_layer", shape)
+    arrays = abstract_arguments("native_sparse_attention", shape)
     return dispatch.choose("native_sparse_attention", *arrays, config=model.nsa).implementation
 
 

@@ -68,6 +68,13 @@ def _empty(program: Program) -> Any:
     return state._replace(lengths=jnp.zeros_like(state.lengths))
 
 
+def _holding(program: Program, setting: Setting, **tokens: Array) -> Any:
+    """A cache that holds these tokens of a row up to the first that is decoded."""
+    state, held = _empty(program), slice(0, setting.shape.length)
+    written = {name: getattr(state, name).at[:, held].set(x[:, held]) for name, x in tokens.items()}
+    return state._replace(**written, lengths=jnp.full_like(state.lengths, held.stop))
+
+
 def _check_nsa(program: Program, setting: Setting) -> Verdict:
     shape, config, positions = _whole(setting), setting.shape.config, _positions(setting)
     # Keys of the compressed branch are not compressed yet: one for each token.
@@ -107,13 +114,7 @@ def _check_indexed(program: Program, setting: Setting) -> Verdict:
     shape, config, positions = _whole(setting), setting.shape.config, _positions(setting)
     query, key, value = (tensor(name, shape) for name in ("query", "key_slc", "value_slc"))
     query_index, key_index = index_tokens("gate", shape.length, setting)
-    held, state = slice(0, setting.shape.length), _empty(program)
-    state = state._replace(
-        key_slc=state.key_slc.at[:, held].set(key[:, held]),
-        value_slc=state.value_slc.at[:, held].set(value[:, held]),
-        kept=state.kept.at[:, held].set(key_index[:, held]),
-        lengths=jnp.full_like(state.lengths, setting.shape.length),
-    )
+    state = _holding(program, setting, key_slc=key, value_slc=value, kept=key_index)
 
     def operands(now: slice) -> Any:
         tokens = cache.TokenKeysValues(None, None, key[:, now], value[:, now])
@@ -176,12 +177,7 @@ def _check_dense(program: Program, setting: Setting) -> Verdict:
     else:
         x, key, value = (tensor(name, shape) for name in ARGUMENTS[operation])
         values = []
-    held, state = slice(0, setting.shape.length), _empty(program)
-    state = state._replace(
-        key=state.key.at[:, held].set(key[:, held]),
-        value=state.value.at[:, held].set(value[:, held]),
-        lengths=jnp.full_like(state.lengths, setting.shape.length),
-    )
+    state = _holding(program, setting, key=key, value=value)
     rows, _ = _decode(
         program, state, x, lambda now: tuple(values) or (key[:, now], value[:, now]), setting
     )  # fmt: skip

@@ -181,20 +181,12 @@ def count_reads(setting: Setting) -> dict[str, np.ndarray]:
         length=setting.shape.length, query_heads=1, kv_heads=1, key_dim=8, value_dim=8,
         config=setting.shape.config,
     )  # fmt: skip
-    setting = dataclasses.replace(setting, shape=shape, compression="mean", cache_dtype=None)
+    setting = Setting(shape, "xla", setting.new_tokens)
     program = nsa(setting)
-    state, (tokens, gates, compress) = program.draw(0)
+    state, operands = program.draw(0)
 
     def step(state: cache.NSACache, _: None) -> tuple[cache.NSACache, cache.Reads]:
-        state = cache.decode_step(
-            state,
-            program.x,
-            tokens,
-            gates,
-            config=setting.shape.config,
-            compress=compress,
-            implementation="xla",
-        ).cache
+        _, state = program.step(state, program.x, operands)
         return state, cache.count_reads(state, program.x, config=setting.shape.config)
 
     _, reads = jax.jit(lambda state: jax.lax.scan(step, state, length=NUM_STEPS))(state)
