@@ -63,8 +63,6 @@ class Run(roofline.Run):
                     compiled[variant] = self._compiled(variant)
                 except (Refused, NotCoherent) as reason:
                     print(f"refused: {variant}: {reason}")
-            if not compiled:
-                continue
             timings = self.in_turns(compiled, f"of {mode} at T={length}")
             for variant, program in compiled.items():
                 cost = roofline.cost(variant.operation, mode, variant.shape)

@@ -46,11 +46,13 @@ def draw_index(shape: Shape, distribution: str, implementation: Implementation) 
     return inputs.draw_queries(of_index, distribution, choose), keys
 
 
-def block_maxima(query: Array, keys: Array, positions: Array, config: NSAConfig) -> Float[Array, "B t K M"]:
+@functools.partial(jax.jit, static_argnames=("config", "dtype"))
+def block_maxima(
+    query: Array, keys: Array, positions: Array, *, config: NSAConfig, dtype: str
+) -> Float[Array, "B t K M"]:
     """The largest product of each block in sight for the queries at `positions`; 0 for all others."""
-    products = (
-        jnp.einsum("btke,bse->btks", query, keys[:, :, 0], precision="highest") * query.shape[-1] ** -0.5
-    )
+    query, keys = query.astype(dtype), keys[:, :, 0].astype(dtype)
+    products = jnp.einsum("btke,bse->btks", query, keys, precision="highest") * query.shape[-1] ** -0.5
     seen = jnp.arange(keys.shape[1]) <= positions[:, None, None]
     size = config.selection_block_size
     products = jnp.pad(
@@ -70,14 +72,9 @@ def judge_blocks(blocks: Array, draw: Draw, keys: Array, shape: Shape) -> Verdic
 
 def judge_scores(blocks: Array, query: Array, keys: Array, positions: np.ndarray, shape: Shape) -> Verdict:
     """The scores, in float64, of what the index queries `[B, t, K, E]` at `positions` chose and left out."""
-
-    def scores(dtype: str) -> np.ndarray:
-        with jax.enable_x64(True):
-            arrays = (jnp.asarray(x, dtype) for x in (query, keys))
-            run = jax.jit(functools.partial(block_maxima, config=shape.config))
-            return np.asarray(run(*arrays, jnp.asarray(positions)), np.float64)
-
-    return check_scores(np.asarray(blocks), positions, scores("float32"), scores("float64"), shape)
+    scores = functools.partial(block_maxima, config=shape.config)
+    same, exact, _ = gate.in_both(scores, (query, keys, positions), "float32")
+    return check_scores(np.asarray(blocks), positions, same, exact, shape)
 
 
 def cost_of_index(shape: Shape) -> Cost:
@@ -103,9 +100,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             "distributions": (DISTRIBUTIONS, MEASURED_BY_DEFAULT, "how far index queries agree"),
         },
         sizes={"batch": 1, "heads": 4, "kv-heads": 1},
-        own_sizes={
-            "key-dim": (64, "dimension of queries, keys, values and of the index"),
-        },
+        own_sizes={"key-dim": (64, "dimension of queries, keys, values and of the index")},
     )
     options = parse_sizes(parser, argv)
     options.value_dim = options.key_dim

@@ -58,8 +58,6 @@ class Run(records.Run):
                 print(f"refused: {way.name} {way.mesh_name} {setting}: {needed} of {there_is}")
             else:
                 programs[way] = program
-        if not programs:
-            return
         timings = self.in_turns(programs, f"of {setting}")
         for way, program in programs.items():
             self.add(
@@ -121,9 +119,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             "implementation": (dispatch.IMPLEMENTATIONS, "xla", "all but xla need GPUs"),
         },
         sizes={"batch": 1, "heads": 4, "kv-heads": 2, "key-dim": 64, "value-dim": 64},
-        own_sizes={
-            "devices": (jax.device_count(), "devices to spread over"),
-        },
+        own_sizes={"devices": (jax.device_count(), "devices to spread over")},
     )
     options = parse_sizes(parser, argv)
     devices.check(options.devices)

@@ -151,10 +151,12 @@ class Run:
         self, programs: Mapping[K, timing.Compiled], what: str
     ) -> dict[K, timing.Timing]:
         """Times programs, which take turns."""
+        if not programs:
+            return {}
         progress(f"measuring {len(programs)} programs {what}")
         runs = {name: program.start for name, program in programs.items()}
         budget_s, sample_s = self.options.budget_s, timing.least_sample_s()
-        return timing.measure(runs, budget_s=budget_s, sample_s=sample_s) if runs else {}
+        return timing.measure(runs, budget_s=budget_s, sample_s=sample_s)
 
     def finish(self, **figures: Any) -> int:
         """Prints, as the last line, a summary in JSON. Returns the exit status."""

@@ -47,10 +47,13 @@ def cost(shape: Shape, passes: int) -> Cost:
     return Cost(passes * flops, arrays + 4 * rows * (shape.query_heads + shape.kv_heads * blocks))
 
 
+@functools.partial(jax.jit, static_argnames=("config", "reduce", "dtype"))
 def by_definition(
-    query: Array, key: Array, blocks: Array | None, positions: Array, config: NSAConfig, reduce: str
-) -> Float[Array, "B T K M"]:
+    query: Array, key: Array, blocks: Array | None, positions: Array, *, config: NSAConfig, reduce: str,
+    dtype: str,
+) -> Float[Array, "B T K M"]:  # fmt: skip
     """Probabilities of the blocks for the queries at `positions`; of selected `blocks` among these alone."""
+    query, key = query.astype(dtype), key.astype(dtype)
     batch, num_queries, _, dim = query.shape
     num_keys, num_kv_heads = key.shape[1:3]
     grouped = query.reshape(batch, num_queries, num_kv_heads, -1, dim)
@@ -75,17 +78,10 @@ def share_of_budget(
 ) -> float:
     """The error at sampled queries over what it may be, see `nsa_jax.budget`."""
     positions = sample_positions(shape.length)[-1::-16][:SAMPLED]
-
     chosen = None if blocks is None else blocks[:, positions]
-
-    def exact(dtype: str) -> np.ndarray:
-        with jax.enable_x64(True):
-            arrays = (jnp.asarray(x, dtype) for x in (query[:, positions], key))
-            run = jax.jit(functools.partial(by_definition, config=shape.config, reduce=reduce))
-            return np.asarray(run(*arrays, chosen, jnp.asarray(positions)))
-
-    right = exact("float64")
-    allowed = budget.allowance(exact(shape.dtype), right, float(jnp.finfo("float32").eps))
+    exact = functools.partial(by_definition, config=shape.config, reduce=reduce)
+    same, right, _ = gate.in_both(exact, (query[:, positions], key, chosen, positions), shape.dtype)
+    allowed = budget.allowance(same, right, float(jnp.finfo("float32").eps))
     return budget.distance(np.asarray(found[:, positions]), right) / allowed
 
 

@@ -149,22 +149,17 @@ def _check_layer(program: Program, setting: Setting) -> Verdict:
 
     # The queries come from the program of a step, so that XLA projects them as in the step. A forward rounds
     # otherwise, and may select other blocks.
-    @jax.jit
-    def step(state: Any, x: Array, values: Any) -> tuple[Array, Array, Any]:
+    def step(state: Any, x: Array, values: Any) -> tuple[Any, Any]:
         at = state.lengths[:, None] + jnp.arange(x.shape[1])
         out, after = program.step(state, x, values)
-        return rotate(merged(values).query_proj(x), at), out, after
+        return (rotate(merged(values).query_proj(x), at), out), after
 
     prefill = jax.jit(lambda state, x, values: merged(values).prefill(x, state)[1])
     state = prefill(_empty(program), x[:, : setting.shape.length], values)
-    queries, rows = [], []
-    for now in _steps(setting):
-        query, out, state = step(state, x[:, now], values)
-        queries.append(query)
-        rows.append(out)
-    chosen = _selected(jnp.concatenate(queries, axis=1), state, setting)
-    draw = Draw("random", x, _spread(chosen, setting))
-    return _compare(program, jnp.concatenate(rows, axis=1), draw, setting)
+    both = dataclasses.replace(program, step=step)
+    (queries, rows), state = _decode(both, state, x, lambda _: values, setting)
+    draw = Draw("random", x, _spread(_selected(queries, state, setting), setting))
+    return _compare(program, rows, draw, setting)
 
 
 def _check_dense(program: Program, setting: Setting) -> Verdict:
@@ -201,13 +196,13 @@ def _selected(query: Array, state: cache.NSACache, setting: Setting) -> Array:
 
 def _decode(
     program: Program, state: Any, x: Array, operands: Callable[[slice], Any], setting: Setting
-) -> tuple[Array, Any]:
-    """Decodes `x` from the state on: the new rows and the state behind them."""
+) -> tuple[Any, Any]:
+    """Decodes `x` from the state on: what the steps give, for all new tokens, and the state behind them."""
     step, rows = jax.jit(program.step), []
     for now in _steps(setting):
         out, state = step(state, x[:, now], operands(now))
         rows.append(out if program.operation in LAYERS else out[..., : setting.shape.value_dim])
-    return jnp.concatenate(rows, axis=1), state
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *rows), state
 
 
 def _spread(rows: Array, setting: Setting) -> Array:

@@ -186,7 +186,7 @@ def count_reads(setting: Setting) -> dict[str, np.ndarray]:
     state, operands = program.draw(0)
 
     def step(state: cache.NSACache, _: None) -> tuple[cache.NSACache, cache.Reads]:
-        _, state = program.step(state, program.x, operands)
+        state = program.step(state, program.x, operands)[1]
         return state, cache.count_reads(state, program.x, config=setting.shape.config)
 
     _, reads = jax.jit(lambda state: jax.lax.scan(step, state, length=NUM_STEPS))(state)
