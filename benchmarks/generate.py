@@ -128,18 +128,14 @@ def measure(
         if spread is not None:
             prompts = devices.put(prompts, PartitionSpec(devices.AXIS if spread == "rows" else None))
 
-        capacity: dict[str, Any] = dict(max_length=length + new_tokens)
+        capacity, chunk_size = length + new_tokens, options.chunk_size
 
         def call(count: int) -> Callable[[], Any]:
-            settings = dict(max_new_tokens=count, chunk_size=options.chunk_size, **capacity)
+            settings: Any = dict(max_new_tokens=count, max_length=capacity, chunk_size=chunk_size)
             return lambda: generate(model, prompts, **settings)
 
         def streamed(count: int) -> Callable[[], Any]:
-            def run() -> None:
-                for _ in stream(start(model, prompts, **capacity), count, chunk_size=options.chunk_size):
-                    pass
-
-            return run
+            return lambda: [*stream(start(model, prompts, max_length=capacity), count, chunk_size=chunk_size)]
 
         first_call_s = timing.seconds_of(call(1))
         runs = {"first": call(1), "all": call(new_tokens)}

@@ -89,11 +89,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             "a whole layer has all branches and MLP compressors, got --layer beside --branch or "
             "--compression mean. Leave one out."
         )
-    if options.cache_dtype and (options.branch != "all" or options.layer or options.csv):
+    alone = options.branch != "all" or options.layer or options.csv
+    if options.cache_dtype and alone:
         parser.error(
             "--cache-dtype is of a whole step, got it beside --branch, --layer or --csv. Leave one out."
         )
-    alone = options.branch != "all" or options.layer or options.csv
     if options.selector == "indexer" and (alone or options.cache_dtype or options.compression):
         parser.error(
             "an indexer is timed in a step with nothing but the selected branch, got --selector indexer "
