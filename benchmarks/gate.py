@@ -141,7 +141,7 @@ def _compare(
     if LAYERS.get(operation, operation) != "native_sparse_attention":
         return verdict
     if operation in LAYERS:
-        operands = definitions.layer_operands(operands, shape=shape)._asdict()
+        operands = definitions.layer_operands(operands, operation=operation, shape=shape)
     return worst(verdict, _check_selection(draw.block_indices, operands, positions, shape))
 
 

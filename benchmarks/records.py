@@ -40,20 +40,11 @@ COMMIT_VARIABLE = "BENCHMARKS_COMMIT"
 UNKNOWN_COMMIT = "unknown"
 MEASURED_CODE = ("nsa_jax", "benchmarks/*.py", "examples/*.py")
 
-# Fields of every row, and those that rows of some benchmarks have; `docs/benchmarks.md` says what they mean.
+# Fields of every row; what a row prints, as far as it has it; and what else some rows have.
+# `docs/benchmarks.md` says what they mean.
 NEEDED = {
     *("run_id", "benchmark", "batch", "length", "samples", "compile_s", "device", "jax", "jaxlib", "commit"),
 }
-FIELDS = NEEDED | {
-    *("triton", "operation", "implementation", "mode", "distribution", "query_heads", "kv_heads", "key_dim"),
-    *("value_dim", "model_dim", "dtype", "config", "median_ms", "p20_ms", "p80_ms", "peak_bytes", "floor_ms"),
-    *("adjacent_share", "mean_union_4", "noise", "new_tokens", "compression", "num_layers", "bytes"),
-    *("gb_per_s", "copy_share", "dense_over_this", "strategy", "mesh", "attention", "devices", "spread"),
-    *("model", "parameters", "tokens_per_s", "first_token_ms", "token_ms", "products_ms", "products_bytes"),
-    *("attention_ms", "attention_bytes", "sampling_ms", "sampling_bytes", "chunk_size", "cache_dtype"),
-    *("bound_ms", "added_share", "streamed_ms"),
-}
-# What a row prints, as far as it has it.
 WHAT = ("attention", "spread", "operation", "strategy", "mesh", "implementation", "mode", "distribution")
 FIGURES = (
     *("length", "devices", "median_ms", "p20_ms", "p80_ms", "first_token_ms", "token_ms", "streamed_ms"),
@@ -61,6 +52,12 @@ FIGURES = (
     *("floor_share", "gb_per_s", "copy_share", "dense_over_this", "bound_ms", "added_share", "peak_bytes"),
     *("compile_s", "adjacent_share", "mean_union_4"),
 )
+DERIVED = {"over_parts", "floor_share"}
+FIELDS = {*NEEDED, *WHAT, *FIGURES} - DERIVED | {
+    *("triton", "query_heads", "kv_heads", "key_dim", "value_dim", "model_dim", "dtype", "config", "noise"),
+    *("new_tokens", "compression", "num_layers", "bytes", "model", "parameters", "chunk_size", "cache_dtype"),
+    *("products_bytes", "attention_bytes", "sampling_bytes"),
+}
 VOCABULARY: dict[str, Sequence[str]] = {
     "operation": (*OPERATIONS, *LAYERS, "block_probabilities", "indexed_attention", "select_by_index"),
     "implementation": (*MEASURED, "cudnn", "jax_nn"),

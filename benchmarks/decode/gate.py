@@ -25,7 +25,7 @@ from nsa_jax import attention, cache, layout
 from nsa_jax.array_typing import Array
 from nsa_jax.layout import Quantised
 from nsa_jax.layout.quantised import quantised, widened
-from nsa_jax.nn import DenseAttention, NSAAttention, rotate
+from nsa_jax.nn import rotate
 
 
 def check(operation: str, implementation: str, setting: Setting) -> Verdict:
@@ -140,12 +140,7 @@ def _check_indexed(program: Program, setting: Setting) -> Verdict:
 def _check_layer(program: Program, setting: Setting) -> Verdict:
     shape = _whole(setting)
     x, *arrays = layers.arguments("layer", shape)
-    values = tuple(arrays)
-
-    def merged(values: Any) -> NSAAttention:
-        own = layers.merged("layer", setting.implementation, shape, values)
-        assert isinstance(own, NSAAttention)
-        return own
+    values, merged = tuple(arrays), functools.partial(layers.merged, "layer", setting.implementation, shape)
 
     # The queries come from the program of a step, so that XLA projects them as in the step. A forward rounds
     # otherwise, and may select other blocks.
@@ -167,7 +162,6 @@ def _check_dense(program: Program, setting: Setting) -> Verdict:
     if operation in LAYERS:
         x, *values = layers.arguments(operation, shape)
         own = layers.merged(operation, "", shape, tuple(values))
-        assert isinstance(own, DenseAttention)
         key, value = rotate(own.key_proj(x), jnp.arange(shape.length)[None]), own.value_proj(x)
     else:
         x, key, value = (tensor(name, shape) for name in ARGUMENTS[operation])
