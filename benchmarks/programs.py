@@ -24,19 +24,16 @@ def function(operation: str, implementation: str, shape: Shape) -> Function:
     if operation in LAYERS:
         return layers.function(operation, implementation, shape)
     if operation == "dense_attention":
-        return lambda query, key, value: jax.nn.dot_product_attention(
-            query, key, value, is_causal=True, implementation=cast(Any, implementation)
-        )
+        by = cast(Any, implementation)
+        return functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=by)
     if implementation in COMPARED:
         module = importlib.import_module(f"benchmarks.{implementation}")  # needs Triton
         return functools.partial(module.selected_attention, config=shape.config)
-    run = getattr(attention, operation)
     settings = {} if operation == "gated_sum" else {"config": shape.config}
+    run = functools.partial(getattr(attention, operation), implementation=implementation, **settings)
     if operation == "select_blocks":
-        return lambda query, key_cmp, lse_cmp=None: run(
-            query, key_cmp, lse_cmp=lse_cmp, implementation=implementation, **settings
-        )
-    return lambda *arguments: run(*arguments, implementation=implementation, **settings)
+        return lambda query, key_cmp, lse_cmp=None: run(query, key_cmp, lse_cmp=lse_cmp)
+    return run
 
 
 def arguments(operation: str, draw: Draw, shape: Shape) -> tuple[Array, ...]:
