@@ -48,7 +48,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             "selector": (
                 SELECTORS,
                 SELECTORS[0],
-                "what chooses; indexer: the selected branch alone, sizes of MSA",
+                "what chooses blocks; with indexer a step has the selected branch alone, in sizes of MSA",
             ),
         },
         sizes={"batch": 1, "heads": 16, "kv-heads": 4, "head-dim": 64},
