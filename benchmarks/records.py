@@ -135,12 +135,14 @@ class Run:
         return row
 
     def each(self, measure: Callable[[int, str], Any]) -> dict[str, Any]:
-        """Measures all lengths and distributions; says which of them cannot be drawn."""
+        """Measures all lengths and distributions; None for one that cannot be drawn, which it says."""
         found = {}
         for length, distribution in itertools.product(self.options.lengths, self.options.distributions):
+            name = f"{distribution} {length}"
             try:
-                found[f"{distribution} {length}"] = measure(length, distribution)
+                found[name] = measure(length, distribution)
             except NotCoherent as reason:
+                found[name] = None
                 print(f"refused: {distribution} T={length}: {reason}", flush=True)
         return found
 
