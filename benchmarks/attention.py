@@ -14,19 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from benchmarks import gate, programs, records, roofline, timing
+from benchmarks import gate, inputs, programs, records, roofline, timing
 from benchmarks.command_line import command, measuring_parser, parse_sizes, progress
-from benchmarks.inputs import (
-    DISTRIBUTIONS,
-    LAYERS,
-    MEASURED_BY_DEFAULT,
-    OPERATIONS,
-    SELECTING,
-    Draw,
-    NotCoherent,
-    Shape,
-    shape_of,
-)
+from benchmarks.inputs import LAYERS, SELECTING, Draw, NotCoherent, Shape, shape_of
 from benchmarks.verdict import Verdict
 from nsa_jax.config import NSAConfig
 
@@ -53,16 +43,13 @@ class Refused(Exception):
     """A combination that is not measured, with the reason."""
 
 
-class Run(records.Run):
-    """One run of the benchmark: beside its rows the options, and the verdicts at a small length."""
+class Run(roofline.Run):
+    """One run of the benchmark, with the verdicts at a small length."""
 
     def __init__(self, options: argparse.Namespace, config: NSAConfig):
-        super().__init__(options.output)
-        self.options, self.config = options, config
+        super().__init__(options, config)
         self.verdicts: dict[tuple[str, ...], Verdict] = {}
         self.draws: dict[tuple[Any, ...], Draw] = {}
-        self.ceiling = roofline.measure_ceiling(options.dtype)
-        print(f"ceiling in {options.dtype}: {self.ceiling}\nconfig {config}", flush=True)
 
     def measure_length(self, length: int, modes: Sequence[str]) -> None:
         """Measures all rows of one length; those of one mode take turns."""
@@ -76,12 +63,7 @@ class Run(records.Run):
                     compiled[variant] = self._compiled(variant)
                 except (Refused, NotCoherent) as reason:
                     print(f"refused: {variant}: {reason}")
-            if not compiled:
-                continue
-            progress(f"measuring {len(compiled)} programs of {mode} at T={length}")
-            runs = {variant: program.start for variant, program in compiled.items()}
-            sample_s = timing.least_sample_s()
-            timings = timing.measure(runs, budget_s=self.options.budget_s, sample_s=sample_s)
+            timings = self.in_turns(compiled, f"of {mode} at T={length}")
             for variant, program in compiled.items():
                 cost = roofline.cost(variant.operation, mode, variant.shape)
                 self.add(
@@ -119,10 +101,6 @@ class Run(records.Run):
         operation, implementation, mode, _, shape = variant
         if operation in records.DENSE.values() and shape.length > self.options.dense_up_to:
             return f"longer than --dense-up-to {self.options.dense_up_to}"
-        if implementation in records.COMPARED:
-            if operation != "selected_attention":
-                return f"{implementation} is there for selected_attention alone"
-            implementation = records.COMPARED[implementation][0]  # whose limits it has
         return programs.refusal(operation, implementation, mode, shape)
 
     def _judge(self, variants: Iterable[Variant]) -> None:
@@ -191,17 +169,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         __doc__,
         dtype=("float32", "of all inputs"),
         choices={
-            "operations": ((*OPERATIONS, "layer"), whole, "operations to measure"),
+            "operations": ((*inputs.OPERATIONS, "layer"), whole, "operations to measure"),
             "modes": (records.MODES[:3], ("fwd", "fwd_bwd"), "forward, backward, or both in one program"),
-            "distributions": (DISTRIBUTIONS, MEASURED_BY_DEFAULT, "how the selected blocks are drawn"),
+            "distributions": (
+                inputs.DISTRIBUTIONS,
+                inputs.MEASURED_BY_DEFAULT,
+                "how the selected blocks are drawn",
+            ),
             "implementations": (records.MEASURED, ("xla",), f"all but xla need a GPU; {compared}"),
         },
-        sizes={
-            "batch": (1, "sequences"),
-            "heads": (4, "query heads"),
-            "kv-heads": (1, "KV heads; must divide --heads"),
-            "key-dim": (64, "dimension of queries and keys"),
-            "value-dim": (64, "dimension of values"),
+        sizes={"batch": 1, "heads": 4, "kv-heads": 1, "key-dim": 64, "value-dim": 64},
+        own_sizes={
             "model-dim": (None, "width of a layer's input; default: --heads times --key-dim"),
             "dense-up-to": (
                 LARGEST_DENSE_ON_CPU if jax.default_backend() == "cpu" else 1 << 20,

@@ -12,7 +12,7 @@ import argparse
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from flax import nnx
 
 from benchmarks import records, timing
 from benchmarks.command_line import command, measuring_parser, parse_sizes, progress
+from benchmarks.generate import MODEL, configuration
 from nsa_jax.config import NSAConfig
 from nsa_jax.generate import Batcher, generate, prepare
 from nsa_jax.model import Transformer, TransformerConfig
@@ -38,19 +39,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         lengths=(32768,),
         dtype=("bfloat16", "of parameters and activations"),
         choices={"attention": (("nsa", "dense"), ("nsa",), "models to measure")},
-        sizes={
+        sizes=MODEL,
+        own_sizes={
             "requests": (64, "texts to write: a multiple of --slots"),
             "slots": (16, "requests that are written at the same time"),
             "shortest": (1024, "tokens of the shortest prompt; the longest has the length"),
             "new-tokens": (256, "tokens to write for each prompt"),
             "chunk-size": (8, "steps between two times at which requests enter and leave"),
             "prefill-chunk": (8192, "most tokens of a prompt that the batcher reads at once"),
-            "layers": (18, "decoder layers"),
-            "model-dim": (1024, "width of the residual stream"),
-            "heads": (16, "query heads"),
-            "kv-heads": (4, "KV heads; must divide --heads"),
-            "head-dim": (128, "dimension of queries, keys and values"),
-            "vocab": (32768, "size of the vocabulary"),
         },
     )
     options = parse_sizes(parser, argv)
@@ -67,15 +63,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None, nsa: NSAConfig | None = None) -> int:
     """Runs the benchmark; `nsa` other than the paper's is for tests."""
     options = parse(argv)
-    run = records.Run(options.output)
+    run = records.Run(options)
     shares = []
     for length in options.lengths:
         for attention in options.attention:
-            config = TransformerConfig(
-                vocab_size=options.vocab, num_layers=options.layers, model_dim=options.model_dim,
-                num_heads=options.heads, num_kv_heads=options.kv_heads, head_dim=options.head_dim,
-                nsa=nsa or NSAConfig(), dtype=options.dtype, param_dtype=options.dtype, attention=attention,
-            )  # fmt: skip
+            config = configuration(options, attention, nsa)
             progress(f"compiling and measuring the batcher: {attention} T={length}")
             requests, rows = (
                 run.add(benchmark="batcher", attention=attention, length=length, **figures)
@@ -122,9 +114,9 @@ def measure(config: TransformerConfig, options: argparse.Namespace, length: int)
         try:
             for other in others:
                 next(other)
-            chunks_s = _seconds(lambda: [next(others[-1]) for _ in range(CHUNKS)])
+            chunks_s = timing.seconds_of(lambda: [next(others[-1]) for _ in range(CHUNKS)])
             late = batcher.submit(equal[0], max_new_tokens=options.chunk_size)
-            first_s = _seconds(lambda: next(late))
+            first_s = timing.seconds_of(lambda: next(late))
             for _ in late:
                 pass
         finally:
@@ -161,12 +153,6 @@ def measure(config: TransformerConfig, options: argparse.Namespace, length: int)
     )  # fmt: skip
     requests |= dict(first_token_ms=1e3 * first_s, token_ms=1e3 * chunk_s / options.chunk_size)
     return [requests, rows | dict(first_token_ms=whole["prompt"].median_ms)]
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

@@ -10,6 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 BAD_INPUT, INTERRUPTED = 2, 130
+# What sizes mean that several benchmarks have.
+MEANINGS = {
+    "batch": "sequences",
+    "heads": "query heads",
+    "kv-heads": "KV heads; must divide --heads",
+    "key-dim": "dimension of queries and keys",
+    "value-dim": "dimension of values",
+    "head-dim": "dimension of queries, keys and values",
+    "layers": "decoder layers",
+    "model-dim": "width of the residual stream",
+    "vocab": "size of the vocabulary",
+}
 
 
 class InputError(ValueError):
@@ -72,9 +84,9 @@ def add_dtype(parser: argparse.ArgumentParser, default: str, of: str) -> None:
 
 
 def measuring_parser(
-    program: str, description: str, *, dtype: tuple[str, str], sizes: Mapping[str, tuple[int | None, str]],
+    program: str, description: str, *, dtype: tuple[str, str], sizes: Mapping[str, int],
+    own_sizes: Mapping[str, tuple[int | None, str]],
     choices: Mapping[str, tuple[Sequence[str], Sequence[str] | str, str]], lengths: Sequence[int] = (),
-    budget_for: str = "row",
 ) -> Parser:  # fmt: skip
     """The options that the benchmarks share; read them with `parse_sizes`.
 
@@ -82,10 +94,10 @@ def measuring_parser(
       program: the module.
       description: of `--help`.
       dtype: the default of `--dtype`, and what has it.
-      sizes: default and meaning of whole numbers of at least 1; the meaning says a default that is None.
+      sizes: defaults of sizes with one of the `MEANINGS`, whole numbers of at least 1.
+      own_sizes: defaults and meanings of others; the meaning says a default that is None.
       choices: allowed words, default and meaning of options that take one of them, or several.
       lengths: the default of `--lengths`; without, the program adds its own.
-      budget_for: what `--budget-s` is the time of.
     """
     parser = Parser(prog=f"python -m {program}", description=description)
     if lengths:
@@ -96,10 +108,11 @@ def measuring_parser(
         told, nargs = f"{meaning}; default: {chosen if one else ' '.join(chosen)}", None if one else "+"
         parser.add_argument(f"--{name}", nargs=nargs, choices=words, default=chosen, help=told)
     add_dtype(parser, *dtype)
-    for name, (size, meaning) in sizes.items():
+    meant = {name: (size, MEANINGS[name]) for name, size in sizes.items()}
+    for name, (size, meaning) in (meant | dict(own_sizes)).items():
         told = meaning if size is None else f"{meaning}; default: {size}"
         parser.add_argument(f"--{name}", type=positive, default=size, help=told)
-    told = f"seconds of samples for each {budget_for}, at least 3 samples; default: 5"
+    told = "seconds of samples for each timing, at least 3 samples; default: 5"
     parser.add_argument("--budget-s", type=positive_seconds, default=5.0, help=told)
     parser.add_argument("--output", type=pathlib.Path, help="JSONL file to append rows to; default: none")
     return parser

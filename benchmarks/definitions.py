@@ -16,7 +16,7 @@ from benchmarks import layers
 from benchmarks.inputs import KEYS_VALUES, LAYERS, Shape, of_query
 from nsa_jax.array_typing import Array, Bool, Float, Int
 from nsa_jax.config import NSAConfig
-from nsa_jax.nn import DenseAttention, Operands, rotate
+from nsa_jax.nn import rotate
 
 MOST_LOGITS = 1 << 25  # at a time, or numbers of taken keys: 256 MB in float64, and a few arrays of this size
 LONGEST_WHOLE = 1 << 16  # rows of more keys are not multiplied whole where a query sees few of them
@@ -92,12 +92,15 @@ def importance(
     return jnp.einsum("btkc,cm->btkm", per_block, weight.astype(per_block.dtype), precision="highest")
 
 
-@functools.partial(jax.jit, static_argnames="shape")
-def layer_operands(x: Arrays, *, shape: Shape) -> Operands:
-    """What the layer called `layer` gives to its operation, for all tokens."""
-    layer = _layer("layer", x, shape)
-    assert not isinstance(layer, DenseAttention)
-    return layer.operands(x["x"])
+@functools.partial(jax.jit, static_argnames=("operation", "shape"))
+def layer_operands(x: Arrays, *, operation: str, shape: Shape) -> dict[str, Array]:
+    """What a layer gives to its operation, for all tokens."""
+    layer, given = _layer(operation, x, shape), x["x"]
+    if operation == "layer":
+        return layer.operands(given)._asdict()
+    index = jnp.arange(shape.length)[None]
+    query, key = (rotate(project(given), index) for project in (layer.query_proj, layer.key_proj))
+    return {"query": query, "key": key, "value": layer.value_proj(given)}
 
 
 def cast(x: Arrays, dtype: str | None) -> dict[str, Array]:
@@ -167,19 +170,12 @@ def _attend(
 
 
 def _layer_rows(operation: str, x: Arrays, queries: Queries, shape: Shape) -> Float[Array, "B T D"]:
-    layer = _layer(operation, x, shape)
-    if isinstance(layer, DenseAttention):
-        index = jnp.arange(shape.length)[None]
-        query, key = (rotate(project(x["x"]), index) for project in (layer.query_proj, layer.key_proj))
-        operands = {"query": query, "key": key, "value": layer.value_proj(x["x"])}
-    else:
-        operands = layer_operands(x, shape=shape)._asdict()
-    operands = wide(operands)
+    operands = wide(layer_operands(x, operation=operation, shape=shape))
     rows = {name: y[:, queries.positions] if of_query(name) else y for name, y in operands.items()}
-    return layer.out_proj(_results(LAYERS[operation], rows, queries, shape)[0])
+    return _layer(operation, x, shape).out_proj(_results(LAYERS[operation], rows, queries, shape)[0])
 
 
-def _layer(operation: str, x: Arrays, shape: Shape) -> layers.Layer:
+def _layer(operation: str, x: Arrays, shape: Shape) -> Any:
     values = tuple(x[name] for name in layers.parameters(operation, shape))
     return layers.merged(operation, "", shape, values)
 

@@ -4,7 +4,7 @@ import contextlib
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.command_line import InputError
 
@@ -20,12 +20,16 @@ def check(count: int) -> None:
         )
 
 
+def mesh(count: int) -> Mesh:
+    """A mesh of the first `count` devices."""
+    return jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
+
+
 def in_context(count: int) -> contextlib.AbstractContextManager[Any]:
     """A context with a mesh of the first `count` devices; with none for a single one."""
     if count == 1:
         return contextlib.nullcontext()
-    there = jax.devices()[:count]
-    return jax.set_mesh(jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,), devices=there))
+    return jax.set_mesh(mesh(count))
 
 
 def put(tree: Any, spec: PartitionSpec) -> Any:

@@ -141,7 +141,7 @@ def _compare(
     if LAYERS.get(operation, operation) != "native_sparse_attention":
         return verdict
     if operation in LAYERS:
-        operands = definitions.layer_operands(operands, shape=shape)._asdict()
+        operands = definitions.layer_operands(operands, operation=operation, shape=shape)
     return worst(verdict, _check_selection(draw.block_indices, operands, positions, shape))
 
 
@@ -189,20 +189,16 @@ def compare(
       kv_heads: number of KV heads; none sees what another holds.
       compute: `in_both`, or `gradients_in_both` where `dense` gives gradients.
     """
-    verdict, (first, *_) = NOTHING, got.values()
+    first, *_ = got.values()
 
     def of_piece(row: int, head: int) -> Verdict:
         results, arrays, chosen = _piece((dict(got), given, blocks), row, head, kv_heads)
         arrays, at = jax.device_put(arrays), functools.partial(dense, positions=positions, blocks=chosen)
         groups = ({name: results[name] for name in names} for names in _together(results))
-        found = (
-            judge(group, compute(at, arrays, first.dtype.name, tuple(group)), positions) for group in groups
-        )
-        return _in_piece(worst(*found), row, head)
+        dtype = first.dtype.name
+        return worst(*(judge(group, compute(at, arrays, dtype, tuple(group)), positions) for group in groups))
 
-    for row, head in itertools.product(range(first.shape[0]), range(kv_heads)):
-        verdict = worst(verdict, of_piece(row, head))
-    return verdict
+    return _by_piece(of_piece, first.shape[0], kv_heads)
 
 
 def _together(results: Mapping[str, Array]) -> list[list[str]]:
@@ -223,40 +219,40 @@ def _check_selection(blocks: Any, operands: dict[str, Array], positions: np.ndar
         return verdict
     scores = functools.partial(definitions.importance, positions=positions, shape=shape)
     scored = {"query": operands["query"][:, positions], "key_cmp": operands["key_cmp"]}
-    for row, head in itertools.product(range(shape.batch), range(shape.kv_heads)):
+
+    def of_piece(row: int, head: int) -> Verdict:
         arrays, chosen = _piece((scored, blocks[:, positions]), row, head, shape.kv_heads)
         same, exact, _ = in_both(scores, (arrays,), shape.dtype)
-        found = check_scores(np.asarray(chosen), positions, same, exact, shape)
-        verdict = worst(verdict, _in_piece(found, row, head))
-    return verdict
+        return check_scores(np.asarray(chosen), positions, same, exact, shape)
+
+    return worst(verdict, _by_piece(of_piece, shape.batch, shape.kv_heads))
 
 
 def _piece(arrays: Any, row: int, head: int, kv_heads: int) -> Any:
     """What belongs to one row of the batch and one KV head. Of arrays of NumPy it is taken on the host."""
-    if not all(isinstance(x, np.ndarray) for x in jax.tree.leaves(arrays)):
-        return _piece_there(arrays, row, head, kv_heads)
-
-    def cut(x: np.ndarray) -> np.ndarray:
-        heads = x.shape[2] // kv_heads
-        return x[row : row + 1, :, head * heads : (head + 1) * heads]
-
-    return jax.tree.map(cut, arrays)
+    on_host = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(arrays))
+    return (_cut if on_host else _cut_there)(arrays, row, head, kv_heads)
 
 
-@functools.partial(jax.jit, static_argnames="kv_heads")
-def _piece_there(arrays: Any, row: int, head: int, kv_heads: int) -> Any:
-    """The same on the device; compiled once for all pieces."""
-
-    def cut(x: Array) -> Array:
-        heads = x.shape[2] // kv_heads
-        x = jax.lax.dynamic_slice_in_dim(x, row, 1, axis=0)
-        return jax.lax.dynamic_slice_in_dim(x, head * heads, heads, axis=2)
+def _cut(arrays: Any, row: Any, head: Any, kv_heads: int) -> Any:
+    def cut(x: Any) -> Any:
+        grouped = x.reshape(*x.shape[:2], kv_heads, -1, *x.shape[3:])
+        return grouped[row, :, head][None]
 
     return jax.tree.map(cut, arrays)
 
 
-def _in_piece(verdict: Verdict, row: int, head: int) -> Verdict:
-    return dataclasses.replace(verdict, where=f"{verdict.where}, row {row}, KV head {head}")
+_cut_there = jax.jit(_cut, static_argnames="kv_heads")  # compiled once for all pieces
+
+
+def _by_piece(check: Callable[[int, int], Verdict], batch: int, kv_heads: int) -> Verdict:
+    """The worst verdict of `check` on all rows of the batch and KV heads."""
+    verdict = NOTHING
+    for row, head in itertools.product(range(batch), range(kv_heads)):
+        found = check(row, head)
+        place = f"{found.where}, row {row}, KV head {head}"
+        verdict = worst(verdict, dataclasses.replace(found, where=place))
+    return verdict
 
 
 def _operands(operation: str, draw: Draw, shape: Shape) -> dict[str, Array]:

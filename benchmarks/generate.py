@@ -25,6 +25,8 @@ from nsa_jax.generate import generate, prepare, start, stream
 from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.nn import weights
 
+MODEL = {"layers": 18, "model-dim": 1024, "heads": 16, "kv-heads": 4, "head-dim": 128, "vocab": 32768}
+
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line; the defaults are for a GPU."""
@@ -34,19 +36,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         lengths=(32768,),
         dtype=("bfloat16", "of parameters and activations"),
         choices={"attention": (("nsa", "dense"), ("nsa", "dense"), "models to measure")},
-        sizes={
+        sizes=MODEL,
+        own_sizes={
             "new-tokens": (257, "tokens to write for each prompt: 1 plus a multiple of --chunk-size"),
             "chunk-size": (8, "steps between two tests whether all rows have ended"),
             "batch": (8, "prompts, of each device where they are divided by rows"),
             "devices": (1, "with more than one, also NSA on so many, by rows and by heads"),
-            "layers": (18, "decoder layers"),
-            "model-dim": (1024, "width of the residual stream"),
-            "heads": (16, "query heads"),
-            "kv-heads": (4, "KV heads; must divide --heads"),
-            "head-dim": (128, "dimension of queries, keys and values"),
-            "vocab": (32768, "size of the vocabulary"),
         },
-        budget_for="timing",
     )
     options = parse_sizes(parser, argv)
     if options.new_tokens < 2 or (options.new_tokens - 1) % options.chunk_size:
@@ -63,6 +59,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def configuration(options: argparse.Namespace, attention: Any, nsa: NSAConfig | None) -> TransformerConfig:
+    """The model that a command asks for."""
+    return TransformerConfig(
+        vocab_size=options.vocab, num_layers=options.layers, model_dim=options.model_dim,
+        num_heads=options.heads, num_kv_heads=options.kv_heads, head_dim=options.head_dim,
+        nsa=nsa or NSAConfig(), dtype=options.dtype, param_dtype=options.dtype, attention=attention,
+    )  # fmt: skip
+
+
 class Unmeasurable(Exception):
     """A time that drowns in noise."""
 
@@ -71,12 +76,7 @@ class Unmeasurable(Exception):
 def main(argv: Sequence[str] | None = None, nsa: NSAConfig | None = None) -> int:
     """Runs the benchmark; `nsa` other than the paper's is for tests."""
     options = parse(argv)
-    run = records.Run(options.output)
-    config = TransformerConfig(
-        vocab_size=options.vocab, num_layers=options.layers, model_dim=options.model_dim,
-        num_heads=options.heads, num_kv_heads=options.kv_heads, head_dim=options.head_dim,
-        nsa=nsa or NSAConfig(), dtype=options.dtype, param_dtype=options.dtype,
-    )  # fmt: skip
+    run = records.Run(options)
     ratios, unmeasured = {}, []
     ways: list[tuple[Any, str | None]] = [(name, None) for name in options.attention]
     ways += [("nsa", spread) for spread in ("rows", "heads")] * (options.devices > 1)
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None, nsa: NSAConfig | None = None) -> int
             what = f"{attention} T={length}" + (f" by {spread}" if spread else "")
             progress(f"compiling and measuring generate: {what}")
             try:
-                figures = measure(dataclasses.replace(config, attention=attention), options, length, spread)
+                figures = measure(configuration(options, attention, nsa), options, length, spread)
             except NotImplementedError as reason:
                 print(f"refused: {what}: {reason}", flush=True)
                 continue
@@ -128,18 +128,14 @@ def measure(
         if spread is not None:
             prompts = devices.put(prompts, PartitionSpec(devices.AXIS if spread == "rows" else None))
 
-        capacity: dict[str, Any] = dict(max_length=length + new_tokens)
+        capacity, chunk_size = length + new_tokens, options.chunk_size
 
         def call(count: int) -> Callable[[], Any]:
-            settings = dict(max_new_tokens=count, chunk_size=options.chunk_size, **capacity)
+            settings: Any = dict(max_new_tokens=count, max_length=capacity, chunk_size=chunk_size)
             return lambda: generate(model, prompts, **settings)
 
         def streamed(count: int) -> Callable[[], Any]:
-            def run() -> None:
-                for _ in stream(start(model, prompts, **capacity), count, chunk_size=options.chunk_size):
-                    pass
-
-            return run
+            return lambda: [*stream(start(model, prompts, max_length=capacity), count, chunk_size=chunk_size)]
 
         first_call_s = timing.seconds_of(call(1))
         runs = {"first": call(1), "all": call(new_tokens)}

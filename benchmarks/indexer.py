@@ -46,11 +46,13 @@ def draw_index(shape: Shape, distribution: str, implementation: Implementation) 
     return inputs.draw_queries(of_index, distribution, choose), keys
 
 
-def block_maxima(query: Array, keys: Array, positions: Array, config: NSAConfig) -> Float[Array, "B t K M"]:
+@functools.partial(jax.jit, static_argnames=("config", "dtype"))
+def block_maxima(
+    query: Array, keys: Array, positions: Array, *, config: NSAConfig, dtype: str
+) -> Float[Array, "B t K M"]:
     """The largest product of each block in sight for the queries at `positions`; 0 for all others."""
-    products = (
-        jnp.einsum("btke,bse->btks", query, keys[:, :, 0], precision="highest") * query.shape[-1] ** -0.5
-    )
+    query, keys = query.astype(dtype), keys[:, :, 0].astype(dtype)
+    products = jnp.einsum("btke,bse->btks", query, keys, precision="highest") * query.shape[-1] ** -0.5
     seen = jnp.arange(keys.shape[1]) <= positions[:, None, None]
     size = config.selection_block_size
     products = jnp.pad(
@@ -70,14 +72,9 @@ def judge_blocks(blocks: Array, draw: Draw, keys: Array, shape: Shape) -> Verdic
 
 def judge_scores(blocks: Array, query: Array, keys: Array, positions: np.ndarray, shape: Shape) -> Verdict:
     """The scores, in float64, of what the index queries `[B, t, K, E]` at `positions` chose and left out."""
-
-    def scores(dtype: str) -> np.ndarray:
-        with jax.enable_x64(True):
-            arrays = (jnp.asarray(x, dtype) for x in (query, keys))
-            run = jax.jit(functools.partial(block_maxima, config=shape.config))
-            return np.asarray(run(*arrays, jnp.asarray(positions)), np.float64)
-
-    return check_scores(np.asarray(blocks), positions, scores("float32"), scores("float64"), shape)
+    scores = functools.partial(block_maxima, config=shape.config)
+    same, exact, _ = gate.in_both(scores, (query, keys, positions), "float32")
+    return check_scores(np.asarray(blocks), positions, same, exact, shape)
 
 
 def cost_of_index(shape: Shape) -> Cost:
@@ -102,37 +99,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             "implementation": (dispatch.IMPLEMENTATIONS, "xla", "all but xla need a GPU"),
             "distributions": (DISTRIBUTIONS, MEASURED_BY_DEFAULT, "how far index queries agree"),
         },
-        sizes={
-            "batch": (1, "sequences"),
-            "heads": (4, "query heads"),
-            "kv-heads": (1, "KV heads; must divide --heads"),
-            "key-dim": (64, "dimension of queries, keys, values and of the index"),
-        },
+        sizes={"batch": 1, "heads": 4, "kv-heads": 1},
+        own_sizes={"key-dim": (64, "dimension of queries, keys, values and of the index")},
     )
     options = parse_sizes(parser, argv)
     options.value_dim = options.key_dim
     return options
 
 
-class Run(records.Run):
+class Run(roofline.Run):
     """One run of the benchmark."""
-
-    def __init__(self, options: argparse.Namespace, config: NSAConfig):
-        super().__init__(options.output)
-        self.options, self.config = options, config
-        self.ceiling = roofline.measure_ceiling(options.dtype)
-        print(f"ceiling in {options.dtype}: {self.ceiling}\nconfig {config}", flush=True)
 
     def measure(self, length: int, distribution: str) -> None:
         """Measures one length and distribution; what takes turns are the rows of one mode."""
         shape = shape_of(self.options, length, self.config)
         implementation = self.options.implementation
         progress(f"drawing and compiling {distribution} T={length}")
-        try:
-            draw, keys = draw_index(shape, distribution, implementation)
-        except inputs.NotCoherent as reason:
-            print(f"refused: {distribution} T={length}: {reason}", flush=True)
-            return
+        draw, keys = draw_index(shape, distribution, implementation)
         selected = dataclasses.replace(draw, query=inputs.tensor("query", shape))
         given = programs.arguments("selected_attention", selected, shape)
         settings: dict[str, Any] = dict(config=shape.config, implementation=implementation)
@@ -173,11 +156,7 @@ class Run(records.Run):
         }
         for mode in ("fwd", "bwd"):
             programs_of_mode = {name: x for name, x in compiled.items() if name[1] == mode}
-            progress(f"measuring {len(programs_of_mode)} programs of {mode} at T={length}")
-            times = timing.measure(
-                {name: x.start for name, x in programs_of_mode.items()}, budget_s=self.options.budget_s,
-                sample_s=timing.least_sample_s(),
-            )  # fmt: skip
+            times = self.in_turns(programs_of_mode, f"of {mode} at T={length}")
             for name, program in programs_of_mode.items():
                 cost = costs.get(name) or roofline.cost("dense_attention", mode, shape)
                 sizes = dataclasses.asdict(paper if name[0] == "select_blocks" else shape)
@@ -211,9 +190,7 @@ def main(argv: Sequence[str] | None = None, config: NSAConfig | None = None) -> 
     """Runs the benchmark; `config` other than that of MSA is for tests."""
     options = parse(argv)
     run = Run(options, config or MSA)
-    for length in options.lengths:
-        for distribution in options.distributions:
-            run.measure(length, distribution)
+    run.each(run.measure)
     ratios = {
         f"{row.distribution} {row.length} {row.mode}": round(beside.median_ms / row.median_ms, 2)
         for row, beside in records.beside_dense(run.rows)

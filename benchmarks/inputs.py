@@ -108,14 +108,13 @@ class Draw:
     distribution: str
     query: Float[Array, "B T N H"] | Float[Array, "B T D"]
     block_indices: Int32[Array, "B T K R"] | None = None
-    overlap: Overlap | None = None
+    overlap: Overlap = Overlap(None, None)
     noise: float | None = None
 
     @property
     def fields(self) -> dict[str, Any]:
         """What a row says of it."""
-        found = self.overlap or Overlap(None, None)
-        return {"distribution": self.distribution, "noise": self.noise} | vars(found)
+        return {"distribution": self.distribution, "noise": self.noise} | vars(self.overlap)
 
 
 class NotCoherent(ValueError):
@@ -246,7 +245,6 @@ def _first_that_counts(attempt: Callable[[float | None], Draw], distribution: st
     best = 0.0
     for noise in NOISES:
         draw = attempt(noise)
-        assert draw.overlap is not None
         if draw.overlap.counts_as_coherent:
             return draw
         best = max(best, draw.overlap.mean_union_4)
@@ -262,23 +260,19 @@ def _that_agrees(attempt: Callable[[float | None], Draw], agreement: float, shap
     Raises:
       NotCoherent: no noise gives that, or it is more than `MAX_ADJACENT_SHARE`: the row is too short.
     """
-
-    def share(draw: Draw) -> float:
-        assert draw.overlap is not None
-        return draw.overlap.adjacent_share
-
-    chance = share(attempt(None))
+    chance = attempt(None).overlap.adjacent_share
     wanted = chance + agreement * (1 - chance)
     low, high = math.log(NOISES[0]) - 4, math.log(NOISES[-1]) + 4
     for _ in range(12):
         middle = (low + high) / 2
         draw = attempt(math.exp(middle))
-        if abs(share(draw) - wanted) < 0.01 and share(draw) <= MAX_ADJACENT_SHARE:
+        share = draw.overlap.adjacent_share
+        if abs(share - wanted) < 0.01 and share <= MAX_ADJACENT_SHARE:
             return draw
-        low, high = (middle, high) if share(draw) > wanted else (low, middle)
+        low, high = (middle, high) if share > wanted else (low, middle)
     raise NotCoherent(
         f"neighbours of a trained selection must share {wanted:.2f} of their blocks, and at most "
-        f"{MAX_ADJACENT_SHARE}, got {share(draw):.2f} at length {shape.length}. Measure a longer one."
+        f"{MAX_ADJACENT_SHARE}, got {share:.2f} at length {shape.length}. Measure a longer one."
     )
 
 

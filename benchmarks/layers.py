@@ -22,10 +22,10 @@ from nsa_jax.nn.parameters import by_path
 # Some parameters start at zero, and then others have no gradient: all get this much noise.
 NOISE = 0.02
 
-type Layer = NSAAttention | DenseAttention
 
-
-def create(operation: str, implementation: str, shape: Shape, rngs: nnx.Rngs) -> Layer:
+def create(
+    operation: str, implementation: str, shape: Shape, rngs: nnx.Rngs
+) -> NSAAttention | DenseAttention:
     """The layer with its initial parameters; an empty `implementation` takes the default."""
     sizes: dict[str, Any] = dict(
         num_heads=shape.query_heads, in_features=shape.model_dim, num_kv_heads=shape.kv_heads,
@@ -55,7 +55,7 @@ def arguments(operation: str, shape: Shape) -> tuple[Array, ...]:
     return tensor("x", shape), *noisy
 
 
-def merged(operation: str, implementation: str, shape: Shape, values: tuple[Array, ...]) -> Layer:
+def merged(operation: str, implementation: str, shape: Shape, values: tuple[Array, ...]) -> Any:
     """The layer with these parameters, of any one dtype, which is then that of the computation."""
     abstract = nnx.eval_shape(lambda: create(operation, implementation, shape, nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
@@ -77,9 +77,7 @@ def draw(operation: str, implementation: str, shape: Shape) -> Draw:
 
     @jax.jit
     def choose(x: Array, *values: Array) -> Array:
-        layer = merged(operation, implementation, shape, values)
-        assert isinstance(layer, NSAAttention)
-        return layer.inspect(x).block_indices
+        return merged(operation, implementation, shape, values).inspect(x).block_indices
 
     blocks = choose(x, *values)
     return Draw("random", x, blocks, overlap(blocks))

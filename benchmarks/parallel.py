@@ -14,7 +14,7 @@ import jax
 
 from benchmarks import devices, records, strategies, timing
 from benchmarks.command_line import command, measuring_parser, parse_sizes, progress
-from benchmarks.inputs import DISTRIBUTIONS, MEASURED_BY_DEFAULT, Draw, NotCoherent, Shape, shape_of
+from benchmarks.inputs import DISTRIBUTIONS, MEASURED_BY_DEFAULT, Draw, Shape, shape_of
 from benchmarks.strategies import STRATEGIES, Strategy
 from nsa_jax import dispatch
 from nsa_jax.config import NSAConfig
@@ -23,11 +23,11 @@ MODES = ("fwd", "fwd_bwd")
 
 
 class Run(records.Run):
-    """One run of the benchmark: beside its rows the options, and which gates were green."""
+    """One run of the benchmark, with the gates that were green."""
 
     def __init__(self, options: argparse.Namespace, config: NSAConfig):
-        super().__init__(options.output)
-        self.options, self.config = options, config
+        super().__init__(options)
+        self.config = config
         print(f"{options.devices} devices, config {config}", flush=True)
         self.green: set[tuple[str, str, Shape]] = set()
         self.programs: dict[tuple[str, str, Shape], timing.Compiled] = {}
@@ -42,11 +42,7 @@ class Run(records.Run):
         ]
         if not (ways := [way for way in ways if self._is_possible(way, shape)]):
             return
-        try:
-            draw, arrays = strategies.draw(distribution, options.implementation, shape)
-        except NotCoherent as reason:
-            print(f"refused: {distribution} T={length}: {reason}")
-            return
+        draw, arrays = strategies.draw(distribution, options.implementation, shape)
         there = {way: way.put(arrays) for way in ways}
         for mode in options.modes:
             self._measure_mode(mode, there, draw, shape)
@@ -62,12 +58,7 @@ class Run(records.Run):
                 print(f"refused: {way.name} {way.mesh_name} {setting}: {needed} of {there_is}")
             else:
                 programs[way] = program
-        if not programs:
-            return
-        progress(f"measuring {len(programs)} programs of {setting}")
-        runs = {way: program.start for way, program in programs.items()}
-        sample_s = timing.least_sample_s()
-        timings = timing.measure(runs, budget_s=options.budget_s, sample_s=sample_s)
+        timings = self.in_turns(programs, f"of {setting}")
         for way, program in programs.items():
             self.add(
                 benchmark="parallel", strategy=way.name, mesh=way.mesh_name, mode=mode,
@@ -127,14 +118,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             "distributions": (DISTRIBUTIONS, MEASURED_BY_DEFAULT, "how selections are drawn"),
             "implementation": (dispatch.IMPLEMENTATIONS, "xla", "all but xla need GPUs"),
         },
-        sizes={
-            "devices": (jax.device_count(), "devices to spread over"),
-            "batch": (1, "rows"),
-            "heads": (4, "query heads"),
-            "kv-heads": (2, "KV heads; must divide --heads"),
-            "key-dim": (64, "dimension of queries and keys"),
-            "value-dim": (64, "dimension of values"),
-        },
+        sizes={"batch": 1, "heads": 4, "kv-heads": 2, "key-dim": 64, "value-dim": 64},
+        own_sizes={"devices": (jax.device_count(), "devices to spread over")},
     )
     options = parse_sizes(parser, argv)
     devices.check(options.devices)
@@ -146,9 +131,7 @@ def main(argv: Sequence[str] | None = None, config: NSAConfig | None = None) -> 
     """Runs the benchmark; `config` other than the paper's is for tests."""
     options = parse(argv)
     run = Run(options, config or NSAConfig())
-    for length in options.lengths:
-        for distribution in options.distributions:
-            run.measure(length, distribution)
+    run.each(run.measure)
     return run.finish(faster_than_one_device=run.faster())
 
 

@@ -24,21 +24,16 @@ def function(operation: str, implementation: str, shape: Shape) -> Function:
     if operation in LAYERS:
         return layers.function(operation, implementation, shape)
     if operation == "dense_attention":
-        return lambda query, key, value: jax.nn.dot_product_attention(
-            query, key, value, is_causal=True, implementation=cast(Any, implementation)
-        )
+        by = cast(Any, implementation)
+        return functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=by)
     if implementation in COMPARED:
-        if operation == "selected_attention":
-            module = importlib.import_module(f"benchmarks.{implementation}")  # needs Triton
-            return functools.partial(module.selected_attention, config=shape.config)
-        implementation = "triton"
-    run = getattr(attention, operation)
+        module = importlib.import_module(f"benchmarks.{implementation}")  # needs Triton
+        return functools.partial(module.selected_attention, config=shape.config)
     settings = {} if operation == "gated_sum" else {"config": shape.config}
+    run = functools.partial(getattr(attention, operation), implementation=implementation, **settings)
     if operation == "select_blocks":
-        return lambda query, key_cmp, lse_cmp=None: run(
-            query, key_cmp, lse_cmp=lse_cmp, implementation=implementation, **settings
-        )
-    return lambda *arguments: run(*arguments, implementation=implementation, **settings)
+        return lambda query, key_cmp, lse_cmp=None: run(query, key_cmp, lse_cmp=lse_cmp)
+    return run
 
 
 def arguments(operation: str, draw: Draw, shape: Shape) -> tuple[Array, ...]:
@@ -79,10 +74,9 @@ def refusal(operation: str, implementation: str, mode: str, shape: Shape) -> str
             return f"cuDNN needs 16-bit floats and dim % 8 = 0, got {shape.dtype} and {shape.key_dim}"
         return None
     if implementation in COMPARED:
-        like, modes = COMPARED[implementation]
-        if operation != "selected_attention" or mode not in modes:
-            return f"{implementation} is there for selected_attention alone, in {', '.join(modes)}"
-        implementation = like
+        if operation != "selected_attention":
+            return f"{implementation} is there for selected_attention alone"
+        implementation = COMPARED[implementation]
     arrays = [x for x in abstract_arguments(operation, shape) if len(x.shape) == 4]  # no lse
     return dispatch.unsupported_reason(operation, implementation, *arrays, config=shape.config)
 

@@ -1,8 +1,10 @@
 """The rows that benchmarks write: one JSON object a line, those of one run under one `run_id`."""
 
+import argparse
 import dataclasses
 import datetime
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -10,14 +12,15 @@ import platform
 import re
 import secrets
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jaxlib
 
-from benchmarks.command_line import InputError
-from benchmarks.inputs import DISTRIBUTIONS, LAYERS, OPERATIONS
+from benchmarks import timing
+from benchmarks.command_line import InputError, progress
+from benchmarks.inputs import DISTRIBUTIONS, LAYERS, OPERATIONS, NotCoherent
 from nsa_jax import dispatch
 
 MODES = ("fwd", "bwd", "fwd_bwd", "decode", "decode_loop")
@@ -27,9 +30,9 @@ DENSE = {
     "indexed_attention": "dense_attention",
     "layer": "dense_layer",
 }
-# Modules of this package with a selected attention to compare ours with: the implementation of ours whose
-# limits are theirs, and the modes that `programs.refusal` lets pass. `benchmarks.attention` measures all.
-COMPARED = {"one_token": ("triton", ("fwd",))}
+# Modules of this package with a selected attention to compare ours with, and the implementation of ours whose
+# limits are theirs.
+COMPARED = {"one_token": "triton"}
 MEASURED = (*dispatch.IMPLEMENTATIONS, *COMPARED)
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Names the commit where the tree is a copy without git; `python -m benchmarks.report --commit` sets it.
@@ -37,20 +40,11 @@ COMMIT_VARIABLE = "BENCHMARKS_COMMIT"
 UNKNOWN_COMMIT = "unknown"
 MEASURED_CODE = ("nsa_jax", "benchmarks/*.py", "examples/*.py")
 
-# Fields of every row, and those that rows of some benchmarks have; `docs/benchmarks.md` says what they mean.
+# Fields of every row; what a row prints, as far as it has it; and what else some rows have.
+# `docs/benchmarks.md` says what they mean.
 NEEDED = {
     *("run_id", "benchmark", "batch", "length", "samples", "compile_s", "device", "jax", "jaxlib", "commit"),
 }
-FIELDS = NEEDED | {
-    *("triton", "operation", "implementation", "mode", "distribution", "query_heads", "kv_heads", "key_dim"),
-    *("value_dim", "model_dim", "dtype", "config", "median_ms", "p20_ms", "p80_ms", "peak_bytes", "floor_ms"),
-    *("adjacent_share", "mean_union_4", "noise", "new_tokens", "compression", "num_layers", "bytes"),
-    *("gb_per_s", "copy_share", "dense_over_this", "strategy", "mesh", "attention", "devices", "spread"),
-    *("model", "parameters", "tokens_per_s", "first_token_ms", "token_ms", "products_ms", "products_bytes"),
-    *("attention_ms", "attention_bytes", "sampling_ms", "sampling_bytes", "chunk_size", "cache_dtype"),
-    *("bound_ms", "added_share", "streamed_ms"),
-}
-# What a row prints, as far as it has it.
 WHAT = ("attention", "spread", "operation", "strategy", "mesh", "implementation", "mode", "distribution")
 FIGURES = (
     *("length", "devices", "median_ms", "p20_ms", "p80_ms", "first_token_ms", "token_ms", "streamed_ms"),
@@ -58,6 +52,12 @@ FIGURES = (
     *("floor_share", "gb_per_s", "copy_share", "dense_over_this", "bound_ms", "added_share", "peak_bytes"),
     *("compile_s", "adjacent_share", "mean_union_4"),
 )
+DERIVED = {"over_parts", "floor_share"}
+FIELDS = {*NEEDED, *WHAT, *FIGURES} - DERIVED | {
+    *("triton", "query_heads", "kv_heads", "key_dim", "value_dim", "model_dim", "dtype", "config", "noise"),
+    *("new_tokens", "compression", "num_layers", "bytes", "model", "parameters", "chunk_size", "cache_dtype"),
+    *("products_bytes", "attention_bytes", "sampling_bytes"),
+}
 VOCABULARY: dict[str, Sequence[str]] = {
     "operation": (*OPERATIONS, *LAYERS, "block_probabilities", "indexed_attention", "select_by_index"),
     "implementation": (*MEASURED, "cudnn", "jax_nn"),
@@ -118,10 +118,10 @@ class Row(dict[str, Any]):
 
 
 class Run:
-    """One run of a benchmark: what its figures depend on, the rows so far, and the gates that were red."""
+    """One run of a benchmark: its options, what its figures depend on, the rows so far, and red gates."""
 
-    def __init__(self, output: pathlib.Path | None):
-        self.output, self.environment = output, environment()
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.environment = options, environment()
         self.rows: list[Row] = []
         self.red: list[str] = []
         self.environment.print()
@@ -131,8 +131,31 @@ class Run:
         row = Row(**dataclasses.asdict(self.environment), **fields)
         self.rows.append(row)
         print(row, flush=True)
-        append(self.output, [row])
+        append(self.options.output, [row])
         return row
+
+    def each(self, measure: Callable[[int, str], Any]) -> dict[str, Any]:
+        """Measures all lengths and distributions; None for one that cannot be drawn, which it says."""
+        found = {}
+        for length, distribution in itertools.product(self.options.lengths, self.options.distributions):
+            name = f"{distribution} {length}"
+            try:
+                found[name] = measure(length, distribution)
+            except NotCoherent as reason:
+                found[name] = None
+                print(f"refused: {distribution} T={length}: {reason}", flush=True)
+        return found
+
+    def in_turns[K: Hashable](
+        self, programs: Mapping[K, timing.Compiled], what: str
+    ) -> dict[K, timing.Timing]:
+        """Times programs, which take turns."""
+        if not programs:
+            return {}
+        progress(f"measuring {len(programs)} programs {what}")
+        runs = {name: program.start for name, program in programs.items()}
+        budget_s, sample_s = self.options.budget_s, timing.least_sample_s()
+        return timing.measure(runs, budget_s=budget_s, sample_s=sample_s)
 
     def finish(self, **figures: Any) -> int:
         """Prints, as the last line, a summary in JSON. Returns the exit status."""

@@ -9,6 +9,7 @@ by bytes.
 `python -m benchmarks.roofline` prints both rates of this machine; its last line is JSON.
 """
 
+import argparse
 import dataclasses
 import json
 import math
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import layers
+from benchmarks import layers, records
 from benchmarks.command_line import Parser, add_dtype, command
 from benchmarks.inputs import ARGUMENTS, LAYERS, Shape, key, tensor_dtype, tensor_shape
 from nsa_jax.array_typing import Array
@@ -68,6 +69,15 @@ def measure_ceiling(dtype: str, *, matmul_size: int | None = None, copy_bytes: i
     copy = jax.jit(lambda words: words + 1, donate_argnums=0)
     words = jnp.zeros(copy_bytes // 4, jnp.uint32)
     return Ceiling(2 * words.nbytes / _best_s(copy, words), 2 * matmul_size**3 / seconds)
+
+
+class Run(records.Run):
+    """A run that measures the ceiling first, on one configuration."""
+
+    def __init__(self, options: argparse.Namespace, config: NSAConfig):
+        super().__init__(options)
+        self.config, self.ceiling = config, measure_ceiling(options.dtype)
+        print(f"ceiling in {options.dtype}: {self.ceiling}\nconfig {config}", flush=True)
 
 
 def visible_pairs(operation: str, length: int, config: NSAConfig) -> int:

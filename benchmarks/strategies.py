@@ -13,20 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import definitions, gate, programs, timing
-from benchmarks.inputs import (
-    KEYS_VALUES,
-    Draw,
-    Shape,
-    draw_queries,
-    key,
-    normal,
-    of_query,
-    tensor,
-    tensor_shape,
-)
+from benchmarks import definitions, devices, gate, inputs, programs, timing
+from benchmarks.inputs import Draw, Shape, normal, of_query, tensor, tensor_shape
 from benchmarks.selections import check_form
 from benchmarks.verdict import Verdict, worst
 from nsa_jax import attention, layout
@@ -62,13 +52,12 @@ class Strategy(NamedTuple):
     @property
     def mesh(self) -> Mesh:
         """The mesh, of one axis."""
-        devices = np.array(jax.devices()[: self.num_devices])
-        return Mesh(devices, ("devices",), axis_types=(AxisType.Auto,))
+        return devices.mesh(self.num_devices)
 
     @property
     def spec(self) -> PartitionSpec:
         """How each array lies on the mesh: tokens are axis 1, heads axis 2."""
-        axes = {"one": (), "context": (None, "devices")}.get(self.name, (None, None, "devices"))
+        axes = {"one": (), "context": (None, devices.AXIS)}.get(self.name, (None, None, devices.AXIS))
         return PartitionSpec(*axes)
 
     def refusal(self, shape: Shape) -> str | None:
@@ -103,7 +92,7 @@ class Strategy(NamedTuple):
         """The attention to arrays by name."""
         run: Any = compress_and_attend
         if self.name == "context":
-            run = functools.partial(context_attention, compress=Compression(), axis="devices")
+            run = functools.partial(context_attention, compress=Compression(), axis=devices.AXIS)
         run = functools.partial(run, config=self.config, implementation=self.implementation)
         if self.name in ("one", "heads_jit"):
             return run(**arrays)
@@ -153,14 +142,14 @@ def draw(distribution: str, implementation: str, shape: Shape) -> tuple[Draw, di
     key_cmp = _tokens("key_cmp", shape)
     key_blocks = jax.jit(lambda x: compressed(x, x, shape.config)[0])(key_cmp)
     arrays = {"key_cmp": np.asarray(key_cmp), "gates": np.asarray(tensor("gates", shape))}
-    arrays |= {name: np.asarray(_tokens(name, shape)) for name in KEYS_VALUES if name not in arrays}
+    arrays |= {name: np.asarray(_tokens(name, shape)) for name in inputs.KEYS_VALUES if name not in arrays}
     del key_cmp
 
     def choose(query: Array) -> Array:
         heads = [choose_head(query, key_blocks, k, implementation, shape) for k in range(shape.kv_heads)]
         return jnp.concatenate(heads, axis=2)
 
-    drawn = draw_queries(shape, distribution, choose)
+    drawn = inputs.draw_queries(shape, distribution, choose)
     query: Any = np.asarray(drawn.query)
     drawn = dataclasses.replace(drawn, query=query)
     cotangent = np.asarray(normal("cotangent", tensor_shape("out", shape), shape.dtype))
@@ -220,4 +209,4 @@ def _tokens(name: str, shape: Shape) -> Array:
     """Keys or values of every token; the mean of a block of compressed keys is standard normal."""
     size = tensor_shape(name.replace("cmp", "slc"), shape)
     scale = shape.config.compression_block_size**0.5 if name == "key_cmp" else 1.0
-    return (scale * jax.random.normal(key(name), size)).astype(shape.dtype)
+    return (scale * jax.random.normal(inputs.key(name), size)).astype(shape.dtype)

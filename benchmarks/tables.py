@@ -59,7 +59,7 @@ def _of_operations(rows: Sequence[Row]) -> tuple[str, list[str]]:
     lines += table(_alone(row) for row in rows if id(row) not in paired)
     first = next((row for row in rows if row.compression), rows[0])
     sizes = f"{first.dtype}, batch {first.batch}, {_heads(first)}"
-    if first.new_tokens:  # rows of decode steps, but for those of before 0.2
+    if first.new_tokens:  # rows of decode steps
         tokens = "1 token" if first.new_tokens == 1 else f"{first.new_tokens} tokens"
         most = max(row.num_layers or 1 for row in rows)
         compression = f", {first.compression} compression" if first.compression else ""

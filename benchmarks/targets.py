@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import gate, inputs, programs, records, roofline, timing
+from benchmarks import gate, inputs, programs, roofline, timing
 from benchmarks.command_line import command, measuring_parser, parse_sizes, progress
 from benchmarks.gate import sample_positions
 from benchmarks.inputs import DISTRIBUTIONS, MEASURED_BY_DEFAULT, Draw, Shape, shape_of, tensor
@@ -47,10 +47,13 @@ def cost(shape: Shape, passes: int) -> Cost:
     return Cost(passes * flops, arrays + 4 * rows * (shape.query_heads + shape.kv_heads * blocks))
 
 
+@functools.partial(jax.jit, static_argnames=("config", "reduce", "dtype"))
 def by_definition(
-    query: Array, key: Array, blocks: Array | None, positions: Array, config: NSAConfig, reduce: str
-) -> Float[Array, "B T K M"]:
+    query: Array, key: Array, blocks: Array | None, positions: Array, *, config: NSAConfig, reduce: str,
+    dtype: str,
+) -> Float[Array, "B T K M"]:  # fmt: skip
     """Probabilities of the blocks for the queries at `positions`; of selected `blocks` among these alone."""
+    query, key = query.astype(dtype), key.astype(dtype)
     batch, num_queries, _, dim = query.shape
     num_keys, num_kv_heads = key.shape[1:3]
     grouped = query.reshape(batch, num_queries, num_kv_heads, -1, dim)
@@ -75,17 +78,10 @@ def share_of_budget(
 ) -> float:
     """The error at sampled queries over what it may be, see `nsa_jax.budget`."""
     positions = sample_positions(shape.length)[-1::-16][:SAMPLED]
-
     chosen = None if blocks is None else blocks[:, positions]
-
-    def exact(dtype: str) -> np.ndarray:
-        with jax.enable_x64(True):
-            arrays = (jnp.asarray(x, dtype) for x in (query[:, positions], key))
-            run = jax.jit(functools.partial(by_definition, config=shape.config, reduce=reduce))
-            return np.asarray(run(*arrays, chosen, jnp.asarray(positions)))
-
-    right = exact("float64")
-    allowed = budget.allowance(exact(shape.dtype), right, float(jnp.finfo("float32").eps))
+    exact = functools.partial(by_definition, config=shape.config, reduce=reduce)
+    same, right, _ = gate.in_both(exact, (query[:, positions], key, chosen, positions), shape.dtype)
+    allowed = budget.allowance(same, right, float(jnp.finfo("float32").eps))
     return budget.distance(np.asarray(found[:, positions]), right) / allowed
 
 
@@ -113,6 +109,20 @@ def branch_function(
     return run
 
 
+def shares_of_branch(program: Compiled, draw: Draw, shape: Shape) -> dict[str, float]:
+    """The errors of output, gradients and, if it gives any, probabilities, over what they may be."""
+    (out, probabilities), _ = program.run()
+    positions = sample_positions(shape.length)
+    shares = {
+        "out": gate.check_rows(BRANCH, (out,), positions, draw, shape).share,
+        "gradients": gate.check_program(BRANCH, "fwd_bwd", program, positions, draw, shape).share,
+    }
+    if probabilities is None:
+        return shares
+    query, key, _, blocks = program.arguments[0]
+    return shares | {"probabilities": share_of_budget(probabilities, query, key, shape, "sum", blocks)}
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
     parser = measuring_parser(
@@ -126,10 +136,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             "reduce": (("sum", "max"), "sum", "over the query heads of a KV head; selected: sum alone"),
             "distributions": (DISTRIBUTIONS, MEASURED_BY_DEFAULT, "how far selections agree; selected alone"),
         },
-        sizes={
-            "batch": (1, "sequences"),
-            "heads": (4, "query heads"),
-            "kv-heads": (1, "KV heads; must divide --heads"),
+        sizes={"batch": 1, "heads": 4, "kv-heads": 1},
+        own_sizes={
             "key-dim": (64, "dimension of queries, keys and values"),
             "block-size": (None, "tokens of a selection block; default: those of the paper"),
         },
@@ -144,54 +152,44 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-class Run(records.Run):
+class Run(roofline.Run):
     """One run of the benchmark."""
-
-    def __init__(self, options: argparse.Namespace, config: NSAConfig):
-        super().__init__(options.output)
-        self.options, self.config = options, config
-        self.ceiling = roofline.measure_ceiling(options.dtype)
-        print(f"ceiling in {options.dtype}: {self.ceiling}\nconfig {config}", flush=True)
 
     def measure(self, length: int) -> dict[str, float]:
         """Measures one length; dense attention's time over that of each way, as far as the gate is green."""
         shape = shape_of(self.options, length, self.config)
         query, key, value = (tensor(name, shape) for name in ("query", "key_win", "value_win"))
-        settings: dict[str, Any] = dict(config=self.config, reduce=self.options.reduce)
-        settings |= dict(implementation=self.options.implementation)
+        implementation, reduce = self.options.implementation, self.options.reduce
+        probabilities = functools.partial(
+            attention.block_probabilities, config=self.config, reduce=reduce, implementation=implementation
+        )
         whole = NSAConfig(window_size=length)
         dense = programs.dense_implementation("dense_attention", shape)
         attend = jax.jit(functools.partial(attention.window_attention, config=whole))
         lse = attend(query, key, value).lse
 
         def given(query: Array, key: Array, lse: Array) -> Array:
-            return attention.block_probabilities(query, key, lse=lse, **settings)
-
-        def alone(query: Array, key: Array) -> Array:
-            return attention.block_probabilities(query, key, **settings)
+            return probabilities(query, key, lse=lse)
 
         progress(f"compiling at T={length}")
         compiled = {
             GIVEN: timing.compile_for(given, (query, key, lse)),
-            TWO_PASSES: timing.compile_for(alone, (query, key)),
+            TWO_PASSES: timing.compile_for(probabilities, (query, key)),
             "dense": timing.compile_for(
                 programs.function("dense_attention", dense, shape), (query, key, value)
             ),
         }
         for way in (GIVEN, TWO_PASSES):
-            share = share_of_budget(compiled[way].run(), query, key, shape, self.options.reduce)
-            print(f"gate {way} T={length}: {'green' if share <= 1 else 'red'}: error / budget {share:.2f}")
-            if not share <= 1:
-                self.red.append(f"{way} T={length}")
-                del compiled[way]
-        times = self._times(compiled, f"T={length}")
+            share = share_of_budget(compiled[way].run(), query, key, shape, reduce)
+            self._judge(way, compiled, {"probabilities": share}, f"T={length}")
+        times = self.in_turns(compiled, f"at T={length}")
         costs = {GIVEN: cost(shape, 1), TWO_PASSES: cost(shape, 2)}
         costs["dense"] = roofline.cost("dense_attention", "fwd", shape)
         for way, program in compiled.items():
             is_dense = way == "dense"
             self.add(
                 benchmark="targets", operation="dense_attention" if is_dense else OPERATION, strategy=way,
-                implementation=dense if is_dense else settings["implementation"], mode="fwd",
+                implementation=dense if is_dense else implementation, mode="fwd",
                 floor_ms=self.ceiling.floor_ms(costs[way]), **dataclasses.asdict(shape),
                 **Draw("random", query).fields, **times[way].fields, **program.fields,
             )  # fmt: skip
@@ -206,11 +204,7 @@ class Run(records.Run):
         shape, at = shape_of(self.options, length, self.config), f"{distribution} T={length}"
         implementation = self.options.implementation
         progress(f"drawing and compiling {at}")
-        try:
-            draw = inputs.draw_blocks(shape, distribution)
-        except inputs.NotCoherent as reason:
-            print(f"refused: {at}: {reason}", flush=True)
-            return None
+        draw = inputs.draw_blocks(shape, distribution)
         arrays = programs.arguments(BRANCH, draw, shape)
         out = jax.ShapeDtypeStruct(inputs.tensor_shape("out", shape), shape.dtype)
         given = arrays, (programs.cotangent_like(out, shape.dtype),)
@@ -219,8 +213,8 @@ class Run(records.Run):
             for way in (ALONE, WEIGHED)
         }
         for way in (ALONE, WEIGHED):
-            self._judge_branch(way, compiled, draw, shape, at)
-        times, added = self._times(compiled, at), None
+            self._judge(way, compiled, shares_of_branch(compiled[way], draw, shape), at)
+        times, added = self.in_turns(compiled, f"at {at}"), None
         if len(times) == 2:
             added = times[WEIGHED].median_ms / times[ALONE].median_ms - 1
         for way, program in compiled.items():
@@ -232,33 +226,14 @@ class Run(records.Run):
             )  # fmt: skip
         return None if added is None else round(added, 4)
 
-    def _judge_branch(
-        self, way: str, compiled: dict[str, Compiled], draw: Draw, shape: Shape, at: str
-    ) -> None:
-        """Takes a program out whose output, gradients or probabilities are wrong."""
-        (out, probabilities), _ = compiled[way].run()
-        positions = sample_positions(shape.length)
-        shares = {
-            "out": gate.check_rows(BRANCH, (out,), positions, draw, shape).share,
-            "gradients": gate.check_program(BRANCH, "fwd_bwd", compiled[way], positions, draw, shape).share,
-        }
-        if way == WEIGHED:
-            query, key, _, blocks = compiled[way].arguments[0]
-            shares["probabilities"] = share_of_budget(probabilities, query, key, shape, "sum", blocks)
+    def _judge(self, way: str, compiled: dict[str, Compiled], shares: dict[str, float], at: str) -> None:
+        """Takes a program out that is over one of its budgets."""
         told = ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
         green = all(share <= 1 for share in shares.values())
         print(f"gate {way} {at}: {'green' if green else 'red'}: error / budget {told}", flush=True)
         if not green:
             self.red.append(f"{way} {at}")
             del compiled[way]
-
-    def _times(self, compiled: dict[str, Compiled], at: str) -> dict[str, timing.Timing]:
-        """All in turns."""
-        progress(f"measuring {len(compiled)} programs at {at}")
-        runs = {way: program.start for way, program in compiled.items()}
-        if not runs:
-            return {}
-        return timing.measure(runs, budget_s=self.options.budget_s, sample_s=timing.least_sample_s())
 
 
 @command("benchmarks.targets")
@@ -270,12 +245,7 @@ def main(argv: Sequence[str] | None = None, config: NSAConfig | None = None) -> 
         config = dataclasses.replace(config, selection_block_size=options.block_size)
     run = Run(options, config)
     if options.target == "selected":
-        added = {
-            f"{distribution} {length}": run.measure_branch(length, distribution)
-            for length in options.lengths
-            for distribution in options.distributions
-        }
-        return run.finish(added_share=added)
+        return run.finish(added_share=run.each(run.measure_branch))
     return run.finish(dense_over_this={length: run.measure(length) for length in options.lengths})
 
 

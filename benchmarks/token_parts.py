@@ -8,7 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks import timing
-from benchmarks.inputs import key
+from benchmarks.decode.inputs import NUM_STEPS, Setting
+from benchmarks.decode.loops import Decoding
+from benchmarks.decode.steps import Program
+from benchmarks.inputs import Shape, key
 from nsa_jax import cache
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.generate import prepare, sample
@@ -90,41 +93,26 @@ def products(model: Transformer, batch: int, _: int) -> Part:
 def attention(model: Transformer, batch: int, length: int) -> Part:
     """The steps of all layers, each on a cache that holds `length` tokens a row, without projections."""
     config = model.config
-    held = jax.tree.map(_random, model.init_cache(batch, length + STEPS))
-    model = _again(model)
+    caches = jax.tree.map(_random, model.init_cache(batch, length + NUM_STEPS))
+    model = nnx.merge(*nnx.split(model))  # another one with the same arrays
     x = jnp.zeros((batch, 1, config.model_dim), config.dtype)
     for layer in model.layers:
-        for name in (*_projections(layer.attention), "gate"):
-            if project := getattr(layer.attention, name, None):
-                setattr(layer.attention, name, Mean() if name == "out_proj" else Given(project, x))
-    graph, state = nnx.split(model)
+        for name, part in [*vars(layer.attention).items()]:
+            if part is not None and (name == "gate" or name.endswith("_proj")):
+                setattr(layer.attention, name, Mean() if name == "out_proj" else Given(part, x))
+    graphs, states = zip(*(nnx.split(layer.attention) for layer in model.layers), strict=True)
 
-    def loop(held: Any, state: Any, x: Array) -> tuple[Any, Array]:
-        layers = nnx.merge(graph, state).layers
-        held = tuple(one._replace(lengths=jnp.full_like(one.lengths, length)) for one in held)
+    def step(held: Any, x: Array, state: Any) -> tuple[Array, Any]:
+        out, held = nnx.merge(graphs[0], state).decode_step(x, held)
+        return jnp.broadcast_to(out, x.shape), held
 
-        def step(_: Any, carry: tuple[Any, Array]) -> tuple[Any, Array]:
-            held, x = carry
-            after = []
-            for layer, one in zip(layers, held, strict=True):
-                out, one = layer.attention.decode_step(x, one)
-                x = jnp.broadcast_to(out, x.shape)
-                after.append(one)
-            return tuple(after), x
-
-        return jax.lax.fori_loop(0, STEPS, step, (held, x))
-
-    compiled = timing.compile_for(loop, (held, state, x), donate=0)
-
-    def run() -> Any:
-        nonlocal held
-        held, out = compiled.call(held, state, x)
-        return jax.block_until_ready(out)
-
+    program = Program("layer", "", step, x, lambda number: (caches[number], states[number]))
+    loop = Decoding(program, Setting(Shape(batch=batch, length=length), "xla"), config.num_layers, STEPS)
     keys = cache.expected_reads(length, config.nsa) if config.attention == "nsa" else length
     dims = 2 * (config.head_dim or config.model_dim // config.num_heads)
     itemsize = jnp.dtype(config.dtype).itemsize
-    return Part(run, config.num_layers * batch * keys * config.num_kv_heads * dims * itemsize)
+    read = config.num_layers * batch * keys * config.num_kv_heads * dims * itemsize
+    return Part(lambda: jax.block_until_ready(loop.run()), read)
 
 
 def sampling(model: Transformer, batch: int, _: int) -> Part:
@@ -142,15 +130,6 @@ def sampling(model: Transformer, batch: int, _: int) -> Part:
 
 
 PARTS = {"products": products, "attention": attention, "sampling": sampling}
-
-
-def _projections(layer: nnx.Module) -> list[str]:
-    return [name for name in vars(layer) if name.endswith("_proj")]
-
-
-def _again(model: Transformer) -> Transformer:
-    """Another model with the same arrays."""
-    return nnx.merge(*nnx.split(model))
 
 
 def _logits_dtype(model: Transformer) -> Any:

@@ -15,15 +15,13 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from benchmarks import command_line, devices, records, timing
+from benchmarks import command_line, devices, programs, records, timing
 from benchmarks.command_line import InputError, command, measuring_parser, parse_sizes, progress
 from benchmarks.inputs import Shape, abstract_arguments, key
 from nsa_jax import dispatch
 from nsa_jax.array_typing import Array
 from nsa_jax.config import NSAConfig
 from nsa_jax.model import Transformer, TransformerConfig
-from nsa_jax.nn.checks import head_width
-from nsa_jax.nn.dense import choose_implementation
 from nsa_jax.parallel import padded_length, to_zigzag
 
 try:
@@ -69,14 +67,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         lengths=(8192, 16384, 32768, 65536),
         dtype=("bfloat16", "of the activations"),
         choices={"attention": (("nsa", "dense"), ("nsa", "dense"), "models to measure")},
-        sizes={
+        sizes={"layers": 2, "model-dim": 2048, "heads": 64, "kv-heads": 4, "head-dim": 128},
+        own_sizes={
             "devices": (1, "with more than one, also NSA on so many, which share the tokens of a sequence"),
             "batch": (1, "sequences of a step"),
-            "layers": (2, "decoder layers"),
-            "model-dim": (2048, "width of the residual stream"),
-            "heads": (64, "query heads"),
-            "kv-heads": (4, "KV heads; must divide --heads"),
-            "head-dim": (128, "dimension of queries, keys and values"),
         },
     )
     options = parse_sizes(parser, argv)
@@ -94,7 +88,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark."""
     options = parse(argv)
-    run = records.Run(options.output)
+    run = records.Run(options)
     model = TransformerConfig(
         vocab_size=256, num_layers=options.layers, model_dim=options.model_dim, num_heads=options.heads,
         num_kv_heads=options.kv_heads, head_dim=options.head_dim, dtype=options.dtype, remat=True,
@@ -127,14 +121,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def implementation(model: TransformerConfig, batch: int, length: int) -> str:
     """What runs the attention of the model."""
-    dim = head_width(model.num_heads, model.model_dim, model.num_kv_heads, model.head_dim)
+    assert model.head_dim is not None
     shape = Shape(
-        batch=batch, length=length, query_heads=model.num_heads, kv_heads=model.num_kv_heads, key_dim=dim,
-        value_dim=dim, dtype=model.dtype, config=model.nsa,
+        batch=batch, length=length, query_heads=model.num_heads, kv_heads=model.num_kv_heads,
+        key_dim=model.head_dim, value_dim=model.head_dim, dtype=model.dtype, config=model.nsa,
     )  # fmt: skip
-    arrays = abstract_arguments("native_sparse_attention", shape)
     if model.attention == "dense":
-        return choose_implementation(arrays[0]) or "xla"
+        return programs.dense_implementation("dense_layer", shape)
+    arrays = abstract_arguments("native_sparse_attention", shape)
     return dispatch.choose("native_sparse_attention", *arrays, config=model.nsa).implementation
 
 

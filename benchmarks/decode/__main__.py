@@ -51,34 +51,30 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
                 "what chooses blocks; with indexer a step has the selected branch alone, in sizes of MSA",
             ),
         },
-        sizes={
+        sizes={"batch": 1, "heads": 16, "kv-heads": 4, "head-dim": 64},
+        own_sizes={
             "layer": (None, "measure whole layers with an input of this width; default: attention alone"),
             "num-layers": (
                 None,
                 "layers in the loop's body; default: 4; on a GPU 8 to 2, for larger batches",
             ),
-            "batch": (1, "sequences"),
             "new-tokens": (1, "tokens of a step"),
-            "heads": (16, "query heads"),
-            "kv-heads": (4, "KV heads; must divide --heads"),
-            "head-dim": (64, "dimension of keys and values"),
             "key-dim": (None, "dimension of keys; default: --head-dim"),
             "value-dim": (None, "dimension of values, at most --key-dim; default: --head-dim"),
         },
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--compression",
         choices=("mean", "mlp"),
         help="compression of blocks; mlp also rotates compressed keys; default: mean, mlp with --layer",
     )
-    parser.add_argument(
+    add(
         "--cache-dtype",
         choices=tuple(LARGEST),
         help="quantised keys and values in the cache of NSA; default: --dtype, which dense attention keeps",
     )
-    parser.add_argument(
-        "--csv", type=pathlib.Path, help="CSV file for branch times and reads, replaced; default: none"
-    )
+    add("--csv", type=pathlib.Path, help="CSV file for branch times and reads, replaced; default: none")
     options = parse_sizes(parser, argv)
     options.key_dim = options.key_dim or options.head_dim
     options.value_dim = options.value_dim or options.head_dim
@@ -92,11 +88,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             "a whole layer has all branches and MLP compressors, got --layer beside --branch or "
             "--compression mean. Leave one out."
         )
-    if options.cache_dtype and (options.branch != "all" or options.layer or options.csv):
+    alone = options.branch != "all" or options.layer or options.csv
+    if options.cache_dtype and alone:
         parser.error(
             "--cache-dtype is of a whole step, got it beside --branch, --layer or --csv. Leave one out."
         )
-    alone = options.branch != "all" or options.layer or options.csv
     if options.selector == "indexer" and (alone or options.cache_dtype or options.compression):
         parser.error(
             "an indexer is timed in a step with nothing but the selected branch, got --selector indexer "
@@ -175,14 +171,11 @@ def csv_row(measured: Measured, reads: Mapping[str, np.ndarray], setting: Settin
     return [setting.shape.length, *medians, actual[-1], expected[-1], sum(actual), sum(expected)]
 
 
-class Run(records.Run):
-    """One run of the benchmark: beside its rows the options, and the programs that passed the gate."""
+class Run(roofline.Run):
+    """One run of the benchmark, with the programs that passed the gate."""
 
     def __init__(self, options: argparse.Namespace, config: NSAConfig):
-        super().__init__(options.output)
-        self.options = options
-        self.ceiling = roofline.measure_ceiling(options.dtype)
-        print(f"ceiling in {options.dtype}: {self.ceiling}\nconfig {config}", flush=True)
+        super().__init__(options, config)
         self.passed: list[str] = []
         more = options.implementation, options.new_tokens, options.compression, options.cache_dtype
         shapes = (shape_of(options, length, config, options.layer) for length in options.lengths)

@@ -25,7 +25,7 @@ from nsa_jax import attention, cache, layout
 from nsa_jax.array_typing import Array
 from nsa_jax.layout import Quantised
 from nsa_jax.layout.quantised import quantised, widened
-from nsa_jax.nn import DenseAttention, NSAAttention, rotate
+from nsa_jax.nn import rotate
 
 
 def check(operation: str, implementation: str, setting: Setting) -> Verdict:
@@ -68,6 +68,13 @@ def _empty(program: Program) -> Any:
     return state._replace(lengths=jnp.zeros_like(state.lengths))
 
 
+def _holding(program: Program, setting: Setting, **tokens: Array) -> Any:
+    """A cache that holds these tokens of a row up to the first that is decoded."""
+    state, held = _empty(program), slice(0, setting.shape.length)
+    written = {name: getattr(state, name).at[:, held].set(x[:, held]) for name, x in tokens.items()}
+    return state._replace(**written, lengths=jnp.full_like(state.lengths, held.stop))
+
+
 def _check_nsa(program: Program, setting: Setting) -> Verdict:
     shape, config, positions = _whole(setting), setting.shape.config, _positions(setting)
     # Keys of the compressed branch are not compressed yet: one for each token.
@@ -107,13 +114,7 @@ def _check_indexed(program: Program, setting: Setting) -> Verdict:
     shape, config, positions = _whole(setting), setting.shape.config, _positions(setting)
     query, key, value = (tensor(name, shape) for name in ("query", "key_slc", "value_slc"))
     query_index, key_index = index_tokens("gate", shape.length, setting)
-    held, state = slice(0, setting.shape.length), _empty(program)
-    state = state._replace(
-        key_slc=state.key_slc.at[:, held].set(key[:, held]),
-        value_slc=state.value_slc.at[:, held].set(value[:, held]),
-        kept=state.kept.at[:, held].set(key_index[:, held]),
-        lengths=jnp.full_like(state.lengths, setting.shape.length),
-    )
+    state = _holding(program, setting, key_slc=key, value_slc=value, kept=key_index)
 
     def operands(now: slice) -> Any:
         tokens = cache.TokenKeysValues(None, None, key[:, now], value[:, now])
@@ -139,31 +140,21 @@ def _check_indexed(program: Program, setting: Setting) -> Verdict:
 def _check_layer(program: Program, setting: Setting) -> Verdict:
     shape = _whole(setting)
     x, *arrays = layers.arguments("layer", shape)
-    values = tuple(arrays)
-
-    def merged(values: Any) -> NSAAttention:
-        own = layers.merged("layer", setting.implementation, shape, values)
-        assert isinstance(own, NSAAttention)
-        return own
+    values, merged = tuple(arrays), functools.partial(layers.merged, "layer", setting.implementation, shape)
 
     # The queries come from the program of a step, so that XLA projects them as in the step. A forward rounds
     # otherwise, and may select other blocks.
-    @jax.jit
-    def step(state: Any, x: Array, values: Any) -> tuple[Array, Array, Any]:
+    def step(state: Any, x: Array, values: Any) -> tuple[Any, Any]:
         at = state.lengths[:, None] + jnp.arange(x.shape[1])
         out, after = program.step(state, x, values)
-        return rotate(merged(values).query_proj(x), at), out, after
+        return (rotate(merged(values).query_proj(x), at), out), after
 
     prefill = jax.jit(lambda state, x, values: merged(values).prefill(x, state)[1])
     state = prefill(_empty(program), x[:, : setting.shape.length], values)
-    queries, rows = [], []
-    for now in _steps(setting):
-        query, out, state = step(state, x[:, now], values)
-        queries.append(query)
-        rows.append(out)
-    chosen = _selected(jnp.concatenate(queries, axis=1), state, setting)
-    draw = Draw("random", x, _spread(chosen, setting))
-    return _compare(program, jnp.concatenate(rows, axis=1), draw, setting)
+    both = dataclasses.replace(program, step=step)
+    (queries, rows), state = _decode(both, state, x, lambda _: values, setting)
+    draw = Draw("random", x, _spread(_selected(queries, state, setting), setting))
+    return _compare(program, rows, draw, setting)
 
 
 def _check_dense(program: Program, setting: Setting) -> Verdict:
@@ -171,17 +162,11 @@ def _check_dense(program: Program, setting: Setting) -> Verdict:
     if operation in LAYERS:
         x, *values = layers.arguments(operation, shape)
         own = layers.merged(operation, "", shape, tuple(values))
-        assert isinstance(own, DenseAttention)
         key, value = rotate(own.key_proj(x), jnp.arange(shape.length)[None]), own.value_proj(x)
     else:
         x, key, value = (tensor(name, shape) for name in ARGUMENTS[operation])
         values = []
-    held, state = slice(0, setting.shape.length), _empty(program)
-    state = state._replace(
-        key=state.key.at[:, held].set(key[:, held]),
-        value=state.value.at[:, held].set(value[:, held]),
-        lengths=jnp.full_like(state.lengths, setting.shape.length),
-    )
+    state = _holding(program, setting, key=key, value=value)
     rows, _ = _decode(
         program, state, x, lambda now: tuple(values) or (key[:, now], value[:, now]), setting
     )  # fmt: skip
@@ -205,13 +190,13 @@ def _selected(query: Array, state: cache.NSACache, setting: Setting) -> Array:
 
 def _decode(
     program: Program, state: Any, x: Array, operands: Callable[[slice], Any], setting: Setting
-) -> tuple[Array, Any]:
-    """Decodes `x` from the state on: the new rows and the state behind them."""
+) -> tuple[Any, Any]:
+    """Decodes `x` from the state on: what the steps give, for all new tokens, and the state behind them."""
     step, rows = jax.jit(program.step), []
     for now in _steps(setting):
         out, state = step(state, x[:, now], operands(now))
         rows.append(out if program.operation in LAYERS else out[..., : setting.shape.value_dim])
-    return jnp.concatenate(rows, axis=1), state
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *rows), state
 
 
 def _spread(rows: Array, setting: Setting) -> Array:

@@ -22,7 +22,7 @@ from benchmarks.inputs import Shape, tensor
 from nsa_jax import Run, Runs, attention, cache, layout
 from nsa_jax.array_typing import Array, Int32
 from nsa_jax.dispatch import Implementation
-from nsa_jax.nn import DenseAttention, NSAAttention, rotate
+from nsa_jax.nn import rotate
 
 # The operations of the branches, by the names of `--branch`.
 BRANCHES = {"cmp": "compressed_attention", "slc": "selected_attention", "win": "window_attention"}
@@ -128,9 +128,7 @@ def layer(setting: Setting) -> Program:
     """`NSAAttention.decode_step`: with projections, rotary embedding, MLP compressors and gates."""
 
     def step(state: cache.NSACache, x: Array, values: Any) -> tuple[Array, cache.NSACache]:
-        own = layers.merged("layer", setting.implementation, setting.shape, values)
-        assert isinstance(own, NSAAttention)
-        return own.decode_step(x, state)
+        return layers.merged("layer", setting.implementation, setting.shape, values).decode_step(x, state)
 
     def draw(number: int) -> tuple[Any, Any]:
         _, *values = layers.arguments("layer", setting.new)
@@ -144,7 +142,6 @@ def dense_layer(setting: Setting, implementation: str) -> Program:
 
     def step(state: cache.DenseCache, x: Array, values: Any) -> tuple[Array, cache.DenseCache]:
         own = layers.merged("dense_layer", "", setting.shape, values)
-        assert isinstance(own, DenseAttention)
         at = state.lengths[:, None] + jnp.arange(setting.new_tokens, dtype=jnp.int32)
         query, key = rotate(own.query_proj(x), at), rotate(own.key_proj(x), at)
         out, state = _dense_step(implementation)(state, query, key, own.value_proj(x))
@@ -181,20 +178,12 @@ def count_reads(setting: Setting) -> dict[str, np.ndarray]:
         length=setting.shape.length, query_heads=1, kv_heads=1, key_dim=8, value_dim=8,
         config=setting.shape.config,
     )  # fmt: skip
-    setting = dataclasses.replace(setting, shape=shape, compression="mean", cache_dtype=None)
+    setting = Setting(shape, "xla", setting.new_tokens)
     program = nsa(setting)
-    state, (tokens, gates, compress) = program.draw(0)
+    state, operands = program.draw(0)
 
     def step(state: cache.NSACache, _: None) -> tuple[cache.NSACache, cache.Reads]:
-        state = cache.decode_step(
-            state,
-            program.x,
-            tokens,
-            gates,
-            config=setting.shape.config,
-            compress=compress,
-            implementation="xla",
-        ).cache
+        state = program.step(state, program.x, operands)[1]
         return state, cache.count_reads(state, program.x, config=setting.shape.config)
 
     _, reads = jax.jit(lambda state: jax.lax.scan(step, state, length=NUM_STEPS))(state)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from benchmarks.command_line import progress
 from benchmarks.report import page, runner, verdicts
 from benchmarks.report.host import Host
-from benchmarks.report.state import Ran, Report, Result, without_places
+from benchmarks.report.state import Ran, Report, Result, without_places, write_whole
 from benchmarks.report.steps import Plan, Step, spelled
 
 NOT_STARTED_S = 1.0  # with less time left, a program is not started
@@ -143,19 +143,19 @@ class Collector:
         title = arguments[arguments.index("-m") + 1] if "-m" in arguments else pathlib.Path(arguments[0]).name
         log = out / f"{number}_{title}.log"
         self.has_run = True
-        ended = await runner.run(
+        status, seconds = await runner.run(
             [sys.executable if word == "python" else word for word in arguments[:1]] + arguments[1:],
             log, min(limit_s, self._left_s()), self.variables | variables,
             lambda seconds: progress(f"  {title}, {seconds:.0f} s: {verdicts.last_words(_text(log))}"),
         )  # fmt: skip
-        if ended.status is None:
+        if status is None:
             self._check_time(NOT_STARTED_S)
-            verdict = verdicts.Verdict([f"timed out after {ended.seconds:.0f} s"])
+            verdict = verdicts.Verdict([f"timed out after {seconds:.0f} s"])
         else:
-            verdict = verdicts.judge(arguments, ended.status, _text(log))
+            verdict = verdicts.judge(arguments, status, _text(log))
         return Ran(
-            command=command, log=log.relative_to(self.folder).as_posix(), status=ended.status,
-            seconds=round(ended.seconds, 1), said=verdict.said, refused=[*verdict.refused],
+            command=command, log=log.relative_to(self.folder).as_posix(), status=status,
+            seconds=round(seconds, 1), said=verdict.said, refused=[*verdict.refused],
             problems=[f"{title}: {without_places(problem, self.folder)}" for problem in verdict.problems],
         )  # fmt: skip
 
@@ -177,7 +177,7 @@ class Collector:
         self.report.seconds = round(self.before_s + time.perf_counter() - self.begin, 1)
         try:
             self.report.write(self.folder)
-            page.write(self.report, self.folder, self.steps)
+            write_whole(self.folder / page.FILE, page.render(self.report, self.folder, self.steps))
             self.unwritten = None
         except Exception as error:
             self.unwritten = error

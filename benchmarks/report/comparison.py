@@ -2,23 +2,18 @@
 
 import collections
 import difflib
-import pathlib
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from benchmarks import records
 from benchmarks.records import Row
 
-COMMITTED = records.ROOT / "benchmarks" / "results"
 # What two rows must share to be of the same measurement.
 SETTING = (
     *("benchmark", "operation", "mode", "distribution", "strategy", "mesh", "attention", "batch", "length"),
     *("query_heads", "kv_heads", "key_dim", "value_dim", "model_dim", "dtype", "config"),
-    "cache_dtype",
+    *("cache_dtype", "new_tokens", "compression", "num_layers"),
 )
-# The same of decode steps; rows of before version 0.2 say none of it, and had one setting.
-OF_DECODING = ("new_tokens", "compression", "num_layers")
 # Of a model: its later options have defaults that older rows do not name.
 MODEL = ("num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "dtype")
 
@@ -31,17 +26,15 @@ def milliseconds(row: Row) -> float:
 
 
 def setting(row: Row) -> tuple[str, ...]:
-    """What was measured, without where and when."""
-    # In decode rows of before version 0.2 dense attention by xla was that of `jax.nn`.
-    old = row.benchmark == "decode" and row.num_layers is None and row.operation == "dense_attention"
-    found: list[Any] = ["jax_nn" if old else row.implementation, row.devices or 1]
-    model = row.model or {}
-    return tuple(map(str, [*found, *map(row.get, SETTING), *map(model.get, MODEL)]))
+    """What was measured, and on what kind of device: times of CPUs say nothing about GPUs."""
+    found = ("NVIDIA" in row.device, row.implementation, row.devices or 1, *map(row.get, SETTING))
+    return tuple(map(str, (*found, *map((row.model or {}).get, MODEL))))
 
 
-def committed_rows(folder: pathlib.Path = COMMITTED) -> list[Row]:
+def committed_rows() -> list[Row]:
     """All rows of the repository."""
-    return [row for path in sorted(folder.glob("*.jsonl")) for row in records.read(path)]
+    files = sorted((records.ROOT / "benchmarks" / "results").glob("*.jsonl"))
+    return [row for path in files for row in records.read(path)]
 
 
 def pairs(rows: Iterable[Row], committed: Iterable[Row]) -> list[Pair]:
@@ -50,15 +43,11 @@ def pairs(rows: Iterable[Row], committed: Iterable[Row]) -> list[Pair]:
     for row in committed:
         known[setting(row)].append(row)
 
-    def is_like(row: Row, other: Row) -> bool:  # times of CPUs say nothing about GPUs
-        same_kind = ("NVIDIA" in row.device) == ("NVIDIA" in other.device)
-        return same_kind and all(other.get(name) in (None, row.get(name)) for name in OF_DECODING)
-
     def nearest(row: Row) -> Row | None:
         def likeness(other: Row) -> tuple[float, str]:
             return difflib.SequenceMatcher(None, row.device, other.device).ratio(), other.run_id
 
-        return max((x for x in known[setting(row)] if is_like(row, x)), key=likeness, default=None)
+        return max(known[setting(row)], key=likeness, default=None)
 
     return [(row, nearest(row)) for row in rows]
 

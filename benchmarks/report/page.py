@@ -14,23 +14,15 @@ from benchmarks import records, tables
 from benchmarks.command_line import InputError
 from benchmarks.records import Row
 from benchmarks.report import comparison
-from benchmarks.report.state import Report, Result, without_places, write_whole
+from benchmarks.report.state import Report, Result, without_places
 from benchmarks.report.steps import Step
 
 TEMPLATE = pathlib.Path(__file__).with_name("template.md")
 FILE = "report.md"
 LOG_LINES = 15
 MOST_REFUSED = 12
-SHOWN = (
-    "nsa_jax.doctor",
-    "benchmarks.roofline",
-    "benchmarks.decode.summary",
-)  # what they print is on the page
-
-
-def write(report: Report, folder: pathlib.Path, steps: Mapping[str, Step]) -> None:
-    """Writes `report.md`, whole or not at all."""
-    write_whole(folder / FILE, render(report, folder, steps))
+# What these print is on the page.
+SHOWN = ("nsa_jax.doctor", "benchmarks.roofline", "benchmarks.decode.summary")
 
 
 def render(report: Report, folder: pathlib.Path, steps: Mapping[str, Step]) -> str:

@@ -7,7 +7,6 @@ import pathlib
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from benchmarks.records import ROOT
 
@@ -15,18 +14,14 @@ GRACE_S = 10.0  # between asking to end and killing: pytest and the benchmarks w
 BEAT_S = 20.0
 
 
-class Ended(NamedTuple):
-    """How a program ended; `status` is None where the time limit ended it."""
-
-    status: int | None
-    seconds: float
-
-
 async def run(
     arguments: Sequence[str], log: pathlib.Path, limit_s: float, variables: Mapping[str, str],
     beat: Callable[[float], None],
-) -> Ended:  # fmt: skip
+) -> tuple[int | None, float]:  # fmt: skip
     """Runs the program with all it says in `log`; calls `beat` every 20 s. Cancelling ends it.
+
+    Returns:
+      Its exit status, None where the time limit ended it; and its seconds.
 
     Raises:
       OSError: the log cannot be written, or the program cannot be started.
@@ -45,7 +40,7 @@ async def run(
                     status = await asyncio.wait_for(process.wait(), min(BEAT_S, left_s))
                 except TimeoutError:
                     beat(time.perf_counter() - begin)
-            return Ended(status, time.perf_counter() - begin)
+            return status, time.perf_counter() - begin
         finally:
             await _end(process)
 
