@@ -15,8 +15,8 @@ bits. Queries that do not see the whole block come first; only their loop is mas
 With `parts` the kernel also stores `dS K`, the part of a query's gradient that comes from this block: that
 product runs beside `dK`, and its store is waited for in the shadow of the next step's products.
 
-Why this order: both sums stay in registers, and no product is masked away. Items are ordered by KV head and
-block, and tokens ascend in an item, so programs that run at the same time read the same queries from L2.
+Why this order: both sums stay in registers, and no product is masked away. Tokens ascend in an item, and the
+longest items start first, so few multiprocessors wait for others at the end.
 
 Shared memory: `128 (H + V) + stages (2 rows (H + V) + 4 numbers tokens)` bytes (162 KB for 128/128 at 4
 stages of 64 rows: one program per multiprocessor), with `parts` `256 (64 + H)` more (48 KB). Registers

@@ -1,6 +1,6 @@
 """Range attention backward: the numbers of each row that the loop over queries reads.
 
-grid = (ceil(rows / ROWS), B groups): one program for ROWS rows, each a token with one of the padded heads of
+grid = (ceil(rows / ROWS) B groups,): one program for ROWS rows, each a token with one of the padded heads of
 a group. It only moves memory: 16 bytes a row, 24 with a gate. At 64k tokens and 64 heads with gates that is
 100 MB, 23 us at 4.3 TB/s; at 8k tokens and 9 heads it is nothing beside the launch.
 """
@@ -40,7 +40,7 @@ def row_scalars(
     return launch(
         row_scalars_kernel, given.lse, delta, given.gate,
         out=like(delta, (batch, groups, numbers, rows), "float32"),
-        grid=(triton.cdiv(rows, ROWS), batch * groups), rows=rows, num_queries=num_queries,
+        grid=(triton.cdiv(rows, ROWS) * batch * groups,), rows=rows, num_queries=num_queries,
         GROUPS=groups, G=heads, PADDED_G=padded_heads(heads), ROWS=ROWS,
     )  # fmt: skip
 
@@ -51,9 +51,11 @@ def row_scalars_kernel(
     GROUPS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The numbers of ROWS rows of a group of heads."""
-    b = tl.program_id(1) // GROUPS
-    group = tl.program_id(1) % GROUPS
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    programs = (rows + ROWS - 1) // ROWS  # of a group
+    lane = tl.program_id(0) // programs
+    b = lane // GROUPS
+    group = lane % GROUPS
+    row = tl.program_id(0) % programs * ROWS + tl.arange(0, ROWS)
     token = row // PADDED_G
     head = row % PADDED_G
     inside = (token < num_queries) & (head < G)
@@ -62,7 +64,7 @@ def row_scalars_kernel(
     shift = tl.load(delta + at, mask=inside, other=0.0)
     seen = total != float("-inf")  # true for NaN, too
     NUMBERS: tl.constexpr = 2 if gate is None else 3
-    to = scalars + tl.program_id(1).to(tl.int64) * NUMBERS * rows + row
+    to = scalars + lane.to(tl.int64) * NUMBERS * rows + row
     if gate is not None:
         factor = tl.load(gate + at, mask=inside, other=1.0).to(tl.float32)
         seen = seen & ((factor != 0) | (shift != 0))

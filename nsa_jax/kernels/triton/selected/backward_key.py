@@ -9,8 +9,8 @@ a token may have its heads in two steps, so no row is padding.
 With `keys_first`, logits have keys as rows. So probabilities and their gradients, which multiply from the
 left, stay in registers; with queries as rows they are transposed in shared memory.
 
-Why this order: the two sums stay in registers. Items are ordered by KV head and block, and tokens ascend in
-an item, so programs that run at the same time read the same queries from L2. Queries that do not see the
+Why this order: the two sums stay in registers. Tokens ascend in an item, and the longest items start first,
+so few multiprocessors wait for others at the end. Queries that do not see the
 whole block, mostly those inside it, come first; only their loop is masked.
 
 No atomics: each item of a block with several items stores float32 partial sums. A second kernel, grid =

@@ -10,7 +10,7 @@ Items of a chunk that have the most pairs come first: programs start in that ord
 short, and few multiprocessors wait for them. At 8k tokens and K = 4 a program makes 512 comparisons an item.
 
 Why one program: groups are few in plain rows (1024 at 8k tokens, K = 8; 4096 at 64k, K = 4), and each has
-five numbers, two of which are sums over all before. XLA makes seven programs of it, which took 28 to 31 us at
+six numbers, two of which are sums over all before. XLA makes seven programs of it, which took 28 to 31 us at
 8k. It does so where groups are many, as in packed rows, which may have one for each token (`items`).
 """
 
@@ -26,7 +26,7 @@ ITEM_FIELDS = 7
 ITEMS_OF_A_PROGRAM = 32
 STEP = 4096  # blocks, then groups, of a step of the first kernel
 MOST_GROUPS = 2**15  # that one program counts
-# With more groups, items stay in their order: there are then so many that none is long beside all.
+# With more groups, which packed rows mostly have, items stay in the order of the groups.
 MOST_ORDERED = 2**13
 GROUPS_AT_ONCE = 128  # with which an item is compared
 

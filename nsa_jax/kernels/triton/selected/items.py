@@ -87,7 +87,9 @@ def invert(
     range_queries: int | None = None,
     chunk_heads: int | None = None,
 ) -> BlockItems:
-    """Sorts the pairs by block, and cuts the pairs of each block into items, the longest first.
+    """Sorts the pairs by block, and cuts the pairs of each block into items.
+
+    The longest come first, unless there are very many blocks (`item_table.MOST_ORDERED`).
 
     Args:
       block_indices, placement: sequence-local blocks of each query, and where each query stands.
