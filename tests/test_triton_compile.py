@@ -539,6 +539,17 @@ def test_more_heads_than_a_grid_holds_are_refused():
     assert "= triton_kernel_call[" in traced_window(65535)
 
 
+def test_heads_that_take_turns_do_not_count_towards_that_limit():
+    """With three query heads a KV head each has its own steps in the gradients of keys."""
+    query, key = (jax.ShapeDtypeStruct((30000, 64, n, 64), jnp.bfloat16) for n in (3, 1))
+
+    def loss(*arrays):
+        out, _ = attention.window_attention(*arrays, config=CONFIG, implementation="triton")
+        return out.astype(jnp.float32).sum()
+
+    assert "nsa_row_scalars" in triton_compile.traced(jax.grad(loss), query, key, key)
+
+
 @pytest.mark.parametrize("branches", [("slc",), ("cmp", "slc", "win")], ids=["msa", "nsa"])
 def test_a_selection_loss_takes_its_target_from_the_forward(branches):
     """Beside the kernels of a layer alone it starts those of scores, and the repair of the probabilities."""
