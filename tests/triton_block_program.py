@@ -406,6 +406,8 @@ def check_items(case: Case, range_queries: int | None, chunk_heads: int | None) 
             lane = np.searchsorted(np.asarray(found.bounds), number, side="right") - 1
             lanes[number] = lane // of_chunk
             b, k = divmod(int(head), case.kv_heads)
+            whole = max(ranges, of_chunk)  # lanes of a head, or of a chunk
+            assert lane // whole == head * ranges // whole
             for code in codes[first:end]:
                 t, slot = divmod(int(code), case.slots)
                 assert (head * ranges + t // range_queries) // of_chunk == lane // of_chunk

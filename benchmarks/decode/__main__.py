@@ -63,18 +63,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             "value-dim": (None, "dimension of values, at most --key-dim; default: --head-dim"),
         },
     )
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--compression",
         choices=("mean", "mlp"),
         help="compression of blocks; mlp also rotates compressed keys; default: mean, mlp with --layer",
     )
-    add(
+    parser.add_argument(
         "--cache-dtype",
         choices=tuple(LARGEST),
         help="quantised keys and values in the cache of NSA; default: --dtype, which dense attention keeps",
     )
-    add("--csv", type=pathlib.Path, help="CSV file for branch times and reads, replaced; default: none")
+    parser.add_argument(
+        "--csv", type=pathlib.Path, help="CSV file for branch times and reads, replaced; default: none"
+    )
     options = parse_sizes(parser, argv)
     options.key_dim = options.key_dim or options.head_dim
     options.value_dim = options.value_dim or options.head_dim

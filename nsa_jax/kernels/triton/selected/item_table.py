@@ -7,7 +7,7 @@ them with all groups of their chunk, 128 at a time; it writes the seven numbers 
 `36 items + 28 groups` bytes.
 
 Items of a chunk that have the most pairs come first: programs start in that order, so those that run last are
-short, and few multiprocessors wait for them. At 8k tokens and K = 4 a program makes 512 comparisons an item.
+short, and few multiprocessors wait for them. At 8k tokens and K = 4 an item is compared with 512 groups.
 
 Why one program: groups are few in plain rows (1024 at 8k tokens, K = 8; 4096 at 64k, K = 4), and each has
 six numbers, two of which are sums over all before. XLA makes seven programs of it, which took 28 to 31 us at
