@@ -23,7 +23,7 @@ import triton_compile
 from jax_triton import triton_lib
 
 from nsa_jax import kernels
-from nsa_jax.kernels.triton import launch
+from nsa_jax.kernels.triton import compile_ahead, launch
 
 ASSEMBLERS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 DEVICES = itertools.count(133)  # numbers of cores, of which no other test has a device
@@ -80,6 +80,8 @@ def kernels_forgotten(*, keep: bool = False):
     before = {function: dict(vars(function).get("_jT_kernel_cache", {})) for function in functions}
     for function in functions:
         vars(function).get("_jT_kernel_cache", {}).clear()
+    compile_ahead._launches.clear()
+    compile_ahead._kernels.clear()
     try:
         yield
     finally:

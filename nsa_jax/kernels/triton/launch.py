@@ -1,5 +1,6 @@
 """Starts Triton kernels on JAX arrays, which no other module does."""
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -10,12 +11,14 @@ import jax_triton
 
 from nsa_jax.array_typing import Array
 from nsa_jax.kernels.chip import capability
+from nsa_jax.kernels.triton.compile_ahead import begin, share_kernels
 from nsa_jax.kernels.triton.dead_launches import follow_jax
 from nsa_jax.kernels.triton.kernel_cache import keep_kernels
 from nsa_jax.sharding.manual import vary, varying_axes
 
 follow_jax()
 keep_kernels()
+share_kernels()
 
 MOST_PROGRAMS_Y = 65535  # CUDA's limit of a grid along y and z
 # The newest PTX that CUDA 13.0 takes. Triton 3.8 writes 8.8 for GPUs up to Hopper, and 9.3 for Blackwell.
@@ -75,21 +78,23 @@ def launch(
     if held:
         # XLA fuses a slice with the call that reads it. It then forgets that the call writes to its operand.
         operands = (*jax.lax.optimization_barrier(tuple(held.values())), *operands)
+    call = functools.partial(
+        jax_triton.triton_call,
+        kernel=kernel,
+        out_type=(out, updated) if held else out,
+        grid=grid,
+        name=kernel.repr(SimpleNamespace(constants=constants)),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        input_output_aliases=aliases,
+        backend_options=compiler,
+        **constants,
+    )
     with warnings.catch_warnings():
         # jax-triton recommends `jax.Ref`s. We keep the option: a Ref is state that one must make and freeze.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
-        results = jax_triton.triton_call(
-            *operands,
-            kernel=kernel,
-            out_type=(out, updated) if held else out,
-            grid=grid,
-            name=kernel.repr(SimpleNamespace(constants=constants)),
-            num_warps=num_warps,
-            num_stages=num_stages,
-            input_output_aliases=aliases,
-            backend_options=compiler,
-            **constants,
-        )
+        begin(call, operands)
+        results = call(*operands)
     if held:
         # XLA lets a call write straight into a slice of the array in which a scan stacks its outputs. But a
         # call in place writes to its operand, so that slice would never be written. The barrier prevents it.

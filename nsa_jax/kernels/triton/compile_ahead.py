@@ -1,0 +1,73 @@
+"""Compiles kernels side by side, from the moment when their launches are traced.
+
+JAX lowers a program when all of it is traced, and jax-triton compiles a kernel where JAX lowers its launch:
+one behind the other, for most of the time of a first call. So threads lower each launch by itself, as soon
+as it is traced. The first kernel that the program asks for waits for them; then jax-triton knows them all.
+"""
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import jax
+from jax_triton import triton_lib
+
+MOST_THREADS = 8  # one at a time runs Python, for a tenth of the work
+
+_launches: set[str] = set()  # that were handed to a thread
+_jobs: list[Future[Any]] = []  # for which no program has waited yet
+_kernels: dict[Any, Any] = {}  # what they compiled
+_thread = threading.local()
+
+
+def begin(call: functools.partial[Any], operands: tuple[Any, ...]) -> None:
+    """Has a thread compile the kernel of `call(*operands)`, if that is traced for a GPU of this machine."""
+    threads = _threads()
+    if threads is None or not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands)):
+        return
+    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
+    launch = repr((call.keywords, arrays))
+    if launch not in _launches:
+        _launches.add(launch)
+        # Nobody asks a thread for its error: it comes again where the program is lowered.
+        _jobs.append(threads.submit(jax.jit(call).trace(*arrays).lower, lowering_platforms=("cuda",)))
+
+
+@functools.cache
+def _threads() -> Executor | None:
+    """The threads; None where there is no GPU, or no second core."""
+    if jax.default_backend() != "gpu":
+        return None
+    cores = len(os.sched_getaffinity(0))
+    return threads(min(cores, MOST_THREADS)) if cores > 1 else None
+
+
+def threads(number: int) -> Executor:
+    """Threads whose kernels others find."""
+    return ThreadPoolExecutor(number, "nsa_jax_compile", lambda: setattr(_thread, "is_ours", True))
+
+
+def share_kernels() -> None:
+    """Wraps jax-triton's compiler: a program finds what threads compiled. One of another name stays."""
+    compile_kernel = getattr(triton_lib, "compile_ttir_to_ptx_inplace", None)
+    if compile_kernel is not None:
+        triton_lib.compile_ttir_to_ptx_inplace = _sharing(compile_kernel)
+
+
+def _sharing(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compile_kernel)
+    def shared(ttir: Any, cuda_backend: Any, cuda_options: Any, compute_capability: Any) -> Any:
+        key = str(ttir), cuda_options.hash(), compute_capability
+        if hasattr(_thread, "is_ours"):
+            _kernels[key] = compile_kernel(ttir, cuda_backend, cuda_options, compute_capability)
+            return _kernels[key]
+        wait(_jobs)
+        found = _kernels.get(key)
+        _jobs.clear()
+        _kernels.clear()  # jax-triton has them now
+        return found or compile_kernel(ttir, cuda_backend, cuda_options, compute_capability)
+
+    return shared
