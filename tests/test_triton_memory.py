@@ -21,11 +21,11 @@ pytest.importorskip("jax_plugins.xla_cuda13", reason=f"needs jax-cuda13-pjrt, {W
 import triton_compile  # noqa: E402
 from equations import equations  # noqa: E402
 from flax import nnx  # noqa: E402
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec  # noqa: E402
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec  # noqa: E402
 from modules import abstract  # noqa: E402
 
 from benchmarks import inputs, strategies  # noqa: E402
-from nsa_jax import attention, call_log, layout  # noqa: E402
+from nsa_jax import attention, call_log, layout, use_implementation  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
 from nsa_jax.kernels.triton.nonfinite import (  # noqa: E402
     Branch,
@@ -35,6 +35,7 @@ from nsa_jax.kernels.triton.nonfinite import (  # noqa: E402
 )
 from nsa_jax.kernels.triton.sizes.selected import item_queries  # noqa: E402
 from nsa_jax.kernels.triton.sizes.selection import SelectionSizes  # noqa: E402
+from nsa_jax.model import Transformer, TransformerConfig  # noqa: E402
 from nsa_jax.nn import NSAAttention  # noqa: E402
 from nsa_jax.remat import SAVED_NAMES  # noqa: E402
 
@@ -122,6 +123,26 @@ def test_memory_follows_the_formula(kind):
     shapes = set(re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", executable.as_text()))
     elements = {shape: int(np.prod([int(x) for x in shape.split(",")])) for shape in shapes}
     assert elements[f"1,{LENGTH},{HEADS},{DIM}"] == max(elements.values()) < LENGTH * LENGTH / 4
+
+
+def test_a_layer_more_stores_no_more_than_its_input():
+    """What kernels begin to write is memory that XLA could reserve for all layers at once."""
+    mesh = triton_compile.mesh_of_h100s(x=1)
+
+    def on_it(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def bytes_of(layers):
+        sizes = dict(vocab_size=256, model_dim=256, num_heads=9, num_kv_heads=3, head_dim=64)
+        config = TransformerConfig(**sizes, num_layers=layers, dtype="bfloat16", remat=True)
+        graph, state = nnx.split(abstract(Transformer, config))
+        arguments = jax.tree.map(on_it, (state, jax.ShapeDtypeStruct((4, 8192), jnp.int32)))
+        gradient = jax.grad(lambda state, tokens: nnx.merge(graph, state)(tokens).astype(jnp.float32).sum())
+        with use_implementation("triton"):
+            return triton_compile.compile_on(mesh, gradient, *arguments).memory_analysis().temp_size_in_bytes
+
+    of_input = 4 * 8192 * 256 * 2
+    assert bytes_of(3) - bytes_of(2) <= 1.1 * of_input
 
 
 def test_a_benchmark_of_a_million_tokens_is_drawn_on_one_gpu():

@@ -18,6 +18,7 @@ rows keys) itemsize`. Floor at 32k tokens, 32 query heads, 8 KV heads, 16 blocks
 
 from typing import NamedTuple
 
+import jax
 import triton
 import triton.language as tl
 
@@ -53,7 +54,7 @@ def gradient_parts(
     last_keys: Int32[Array, "B T"],
     given: Backward,
     delta: Float[Array, "B T N"],
-    sums: tuple[Array, Array, Array, Array],
+    sums: tuple[Array | jax.ShapeDtypeStruct, ...],
     chunks: Chunks,
     chunk: Int32[Array, " 4"],
     *,

@@ -16,6 +16,7 @@ from jax import lax
 
 from nsa_jax.array_typing import Array, Bool, Float, Int, Int32
 from nsa_jax.kernels.triton.backward import Backward
+from nsa_jax.kernels.triton.launch import like
 from nsa_jax.kernels.triton.selected.chunks import PART_BYTES, Chunks
 from nsa_jax.kernels.triton.selected.forward_parts import output_parts
 from nsa_jax.kernels.triton.selected.gradient_parts import gradient_parts
@@ -25,7 +26,6 @@ from nsa_jax.kernels.triton.selected.sum_query_parts import add_query_parts
 from nsa_jax.kernels.triton.selected.unions import last_rows
 from nsa_jax.kernels.triton.sizes.selected import SelectedPartSizes
 from nsa_jax.layout import Placement
-from nsa_jax.sharding.manual import vary, varying_axes
 
 
 def chunks_of(
@@ -55,7 +55,7 @@ def attend_in_parts(
     value: Float[Array, "B S K V"],
     block_indices: Int32[Array, "B T K R"],
     placement: Placement,
-    written: tuple[Array, ...] | None,
+    written: tuple[Array | jax.ShapeDtypeStruct, ...] | None,
     few: Bool[Array, ""] | None,
     *,
     scale: float,
@@ -86,10 +86,11 @@ def attend_in_parts(
         return add_output_parts(results, parts, part_lse, table[number], block_indices, placement)
 
     if written is None:
-        shapes = (*query.shape[:3], value.shape[3]), query.shape[:3], block_indices.shape
-        dtypes = query.dtype, "float32", "float32"
-        arrays = tuple(zip(shapes, dtypes, strict=True))[: 3 if with_probabilities else 2]
-        written = _undefined(*arrays, like=(query, key, value, table, placement))
+        shapes = (
+            like(query, (*query.shape[:3], value.shape[3])), like(query, query.shape[:3], "float32"),
+            like(block_indices, dtype="float32"),
+        )  # fmt: skip
+        written = shapes[: 3 if with_probabilities else 2]
     return _over_chunks(chunks, chunk, written)
 
 
@@ -103,7 +104,7 @@ def gradients_in_parts(
     chunks: Chunks,
     given: Backward,
     delta: Float[Array, "B T N"],
-    written: tuple[Array, ...] | None,
+    written: tuple[Array | jax.ShapeDtypeStruct, ...] | None,
     few: Bool[Array, ""] | None,
     *,
     scale: float,
@@ -131,10 +132,9 @@ def gradients_in_parts(
 
     if written is None:
         partials = max(items.num_partials, 1), block_size
-        written = _undefined(
-            (query.shape, query.dtype), ((*partials, key.shape[3]), "float32"),
-            ((*partials, value.shape[3]), "float32"), (key.shape, key.dtype), (value.shape, value.dtype),
-            like=(query, key, value, table, placement, given),
+        written = (
+            like(query), like(key, (*partials, key.shape[3]), "float32"),
+            like(value, (*partials, value.shape[3]), "float32"), like(key), like(value),
         )  # fmt: skip
     return _over_chunks(chunks, chunk, written)
 
@@ -148,12 +148,11 @@ def _table(chunks: Chunks, items: BlockItems, few: Bool[Array, ""] | None) -> In
     return jnp.where(few, table, nothing.astype(jnp.int32))
 
 
-def _undefined(*arrays: tuple[tuple[int, ...], Any], like: Any) -> tuple[Array, ...]:
-    """Arrays that kernels will fill, by shape and dtype; under `shard_map` they vary as `like` does."""
-    axes = frozenset[str]().union(*(varying_axes(x) for x in jax.tree.leaves(like)))
-    return tuple(vary(lax.empty(shape, jnp.dtype(dtype)), axes) for shape, dtype in arrays)
+def _over_chunks[T](chunks: Chunks, chunk: Callable[..., T], written: Any) -> T:
+    """Runs `chunk(number, written)` for all chunks; the first may get shapes of what nobody has written.
 
-
-def _over_chunks[T](chunks: Chunks, chunk: Callable[..., T], carry: T) -> T:
-    """Runs `chunk(number, carry)` for all chunks; the only one is not put into a loop."""
-    return chunk(0, carry) if chunks.number == 1 else lax.fori_loop(0, chunks.number, chunk, carry)
+    `jax.lax.empty` would do for these, but it waits for nothing: XLA may reserve it for all layers at once.
+    """
+    begun = chunks.number == 1 or isinstance(written[0], jax.ShapeDtypeStruct)
+    results = chunk(0, written) if begun else written
+    return results if chunks.number == 1 else lax.fori_loop(int(begun), chunks.number, chunk, results)
