@@ -47,8 +47,8 @@ def compile_step(
             inputs, labels = (devices.put(to_zigzag(x, num_devices), spread_tokens) for x in (inputs, labels))
 
         def loss(state: Any, inputs: Array, labels: Array) -> Array:
-            logits = nnx.merge(graph, state)(inputs)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+            mean: Array = nnx.merge(graph, state).loss(inputs, targets=labels)
+            return mean
 
         def step(state: Any, moments: Any, inputs: Array, labels: Array) -> tuple[Any, Any, Array]:
             value, gradient = jax.value_and_grad(loss)(state, inputs, labels)
@@ -67,12 +67,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         lengths=(8192, 16384, 32768, 65536),
         dtype=("bfloat16", "of the activations"),
         choices={"attention": (("nsa", "dense"), ("nsa", "dense"), "models to measure")},
-        sizes={"layers": 2, "model-dim": 2048, "heads": 64, "kv-heads": 4, "head-dim": 128},
+        sizes={"layers": 2, "model-dim": 2048, "heads": 64, "kv-heads": 4, "head-dim": 128, "vocab": 256},
         own_sizes={
             "devices": (1, "with more than one, also NSA on so many, which share the tokens of a sequence"),
             "batch": (1, "sequences of a step"),
         },
     )
+    parser.add_argument(
+        "--remat", choices=("layers", "attention"), default="layers",
+        help="what the backward pass computes again: whole layers, or all but what the GPU kernels gave; "
+        "default: layers",
+    )  # fmt: skip
+    parser.add_argument("--scan-layers", action="store_true", help="compile all layers as one")
     options = parse_sizes(parser, argv)
     devices.check(options.devices)
     for length in options.lengths:
@@ -90,8 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     run = records.Run(options)
     model = TransformerConfig(
-        vocab_size=256, num_layers=options.layers, model_dim=options.model_dim, num_heads=options.heads,
-        num_kv_heads=options.kv_heads, head_dim=options.head_dim, dtype=options.dtype, remat=True,
+        vocab_size=options.vocab, num_layers=options.layers, model_dim=options.model_dim,
+        num_heads=options.heads, num_kv_heads=options.kv_heads, head_dim=options.head_dim,
+        dtype=options.dtype, remat=options.remat == "layers" or "attention", scan_layers=options.scan_layers,
     )  # fmt: skip
     ways = [(name, 1) for name in options.attention] + [("nsa", options.devices)] * (options.devices > 1)
     configs = {way: dataclasses.replace(model, attention=way[0]) for way in ways}
