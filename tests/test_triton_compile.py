@@ -79,7 +79,7 @@ OF_PACKED_ROWS = {"nsa_count_below"}  # whose pairs XLA sorts
 OF_MOSAIC = {"nsa_visit_lists"}  # compiled in test_mosaic_compile
 OF_PARTS = {  # of few heads
     *("nsa_selected_output_parts", "nsa_selected_add_output_parts", "nsa_selected_gradient_parts"),
-    *("nsa_selected_add_query_parts", "nsa_selected_deltas"),
+    *("nsa_selected_add_query_parts", "nsa_selected_deltas", "nsa_undefined"),
 }
 OF_SHORT_ROWS = {  # the window's, by other names and with other ranges
     f"nsa_selected_causal_{what}"

@@ -131,30 +131,29 @@ class _GridExecutor(interpreter.GridExecutor):
             self.fn(**args)
 
 
-def triton_call(*, kernel, out_type, grid, input_output_aliases, **named):
+def triton_call(*operands, kernel, out_type, grid, input_output_aliases, **constants):
     """Stands in for `jax_triton.triton_call`."""
     for option in ("name", "num_warps", "num_stages", "backend_options"):
-        named.pop(option, None)
+        constants.pop(option, None)
     shapes, tree = jax.tree.flatten(out_type)
-    # Aliases count the operands.
-    operands = [n for n in kernel.arg_names if isinstance(named.get(n), jax.Array | np.ndarray)]
-    results = [n for n in kernel.arg_names if n not in named]
-    assert len(results) == len(shapes) - len(input_output_aliases), f"{results} for {shapes}"
+    present = [x for x in operands if x is not None]
 
     def run(*arrays):
-        inputs = [np.array(x) for x in arrays]
-        changed = {result: inputs[i] for i, result in input_output_aliases.items()}
+        arrays = iter(arrays)
+        inputs = [None if x is None else np.array(next(arrays)) for x in operands]
+        given = [x for x in inputs if x is not None]  # aliases count these
+        changed = {result: given[i] for i, result in input_output_aliases.items()}
         assert sorted(changed) == list(range(len(shapes) - len(changed), len(shapes))), "in place is last"
-        outputs = [_poisoned(shape) for shape in shapes[: len(results)]]
+        outputs = [_poisoned(shape) for shape in shapes[: len(shapes) - len(changed)]]
         whole = (*grid, 1, 1)[:3]
         if all(whole):
             with _ONE_AT_A_TIME:
-                memory = map(_Memory, (*inputs, *outputs))
-                kernel[whole](**named | dict(zip((*operands, *results), memory, strict=True)))
+                memory = [None if x is None else _Memory(x) for x in (*inputs, *outputs)]
+                kernel[whole](*memory, **constants)
         return [*outputs, *(changed[i] for i in sorted(changed))]
 
     structs = [jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in shapes]
-    return tree.unflatten(jax.pure_callback(run, structs, *(named[n] for n in operands)))
+    return tree.unflatten(jax.pure_callback(run, structs, *present))
 
 
 def _poisoned(shape: jax.ShapeDtypeStruct) -> np.ndarray:

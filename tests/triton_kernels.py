@@ -46,15 +46,15 @@ def compiled(program, *arguments, capability: int, but: Collection[str] = ()) ->
     found = []
     to_ptx, call = triton_lib.compile_ttir_to_ptx_inplace, jax_triton.triton_call
 
-    def call_most(*, kernel, name, out_type, input_output_aliases, **settings):
+    def call_most(*operands, name, out_type, input_output_aliases, **settings):
         if name not in but:
             settings |= dict(name=name, out_type=out_type, input_output_aliases=input_output_aliases)
-            return call(kernel=kernel, **settings)
+            return call(*operands, **settings)
         leaves, tree = jax.tree.flatten(out_type)
         results = [jnp.zeros(x.shape, x.dtype) for x in leaves]
-        operands = jax.tree.leaves([settings.get(n) for n in kernel.arg_names])  # aliases count these
+        present = [x for x in operands if x is not None]  # aliases count these
         for operand, result in input_output_aliases.items():
-            results[result] = operands[operand]
+            results[result] = present[operand]
         return jax.tree.unflatten(tree, results)
 
     def spy(*args, **kwargs):

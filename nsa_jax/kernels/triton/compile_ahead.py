@@ -8,7 +8,7 @@ as it is traced. The first kernel that the program asks for waits for them; then
 import functools
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -23,8 +23,8 @@ _kernels: dict[Any, Any] = {}  # what they compiled
 _thread = threading.local()
 
 
-def begin(call: functools.partial[Any], operands: Mapping[str, Any]) -> None:
-    """Has a thread compile the kernel of `call(**operands)`, if that is traced for a GPU of this machine."""
+def begin(call: functools.partial[Any], operands: tuple[Any, ...]) -> None:
+    """Has a thread compile the kernel of `call(*operands)`, if that is traced for a GPU of this machine."""
     threads = _threads()
     if threads is None or not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands)):
         return
@@ -33,7 +33,7 @@ def begin(call: functools.partial[Any], operands: Mapping[str, Any]) -> None:
     if launch not in _launches:
         _launches.add(launch)
         # Nobody asks a thread for its error: it comes again where the program is lowered.
-        _jobs.append(threads.submit(jax.jit(call).trace(**arrays).lower, lowering_platforms=("cuda",)))
+        _jobs.append(threads.submit(jax.jit(call).trace(*arrays).lower, lowering_platforms=("cuda",)))
 
 
 @functools.cache

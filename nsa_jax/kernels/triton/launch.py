@@ -38,7 +38,7 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 2,
     registers: int | None = None,
-    in_place: Mapping[str, Array | jax.ShapeDtypeStruct | None] | None = None,
+    in_place: Mapping[str, Array | None] | None = None,
     **constants: Any,
 ) -> Any:
     """Runs `kernel` on the grid and returns the arrays that it wrote.
@@ -55,7 +55,7 @@ def launch(
       num_stages: steps of a loop whose loads are in flight.
       registers: most registers of a thread; None leaves it to the compiler.
       in_place: operands that are also results, by the names of the kernel's first parameters; the kernel
-        gets one pointer for both. A `jax.ShapeDtypeStruct` is an array that nobody has written yet.
+        gets one pointer for both.
       **constants: the kernel's other parameters by name.
 
     Raises:
@@ -71,46 +71,41 @@ def launch(
         compiler["ptx_version"] = NEWEST_PTX
     held = dict(in_place or {})
     assert kernel.arg_names[: len(held)] == list(held), "in place are the kernel's first parameters"
-    made = {name: x for name, x in held.items() if isinstance(x, jax.ShapeDtypeStruct)}
-    given = {name: x for name, x in held.items() if name not in made}
-    if given:
-        # XLA fuses a slice with the call that reads it. It then forgets that the call writes to its operand.
-        given = dict(zip(given, jax.lax.optimization_barrier(tuple(given.values())), strict=True))
-    updated = {name: like(x) for name, x in given.items() if x is not None}
+    names = [name for name, x in held.items() if x is not None]
+    updated = tuple(like(x) for x in held.values() if x is not None)
     # Aliases of jax-triton 0.4.1 count arrays, so not what is None, and of results new ones first.
-    new = len(made) + len(jax.tree.leaves(out))
-    arrays = given | dict(zip(kernel.arg_names[len(held) :], operands, strict=False))
+    aliases = {n: len(jax.tree.leaves(out)) + n for n in range(len(names))}
+    if held:
+        # XLA fuses a slice with the call that reads it. It then forgets that the call writes to its operand.
+        operands = (*jax.lax.optimization_barrier(tuple(held.values())), *operands)
     call = functools.partial(
         jax_triton.triton_call,
         kernel=kernel,
-        out_type=(*made.values(), out, *updated.values()) if held else out,
+        out_type=(out, updated) if held else out,
         grid=grid,
         name=kernel.repr(SimpleNamespace(constants=constants)),
         num_warps=num_warps,
         num_stages=num_stages,
-        input_output_aliases={n: new + n for n in range(len(updated))},
+        input_output_aliases=aliases,
         backend_options=compiler,
         **constants,
     )
     with warnings.catch_warnings():
         # jax-triton recommends `jax.Ref`s. We keep the option: a Ref is state that one must make and freeze.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
-        begin(call, arrays)
-        results = call(**arrays)
+        begin(call, operands)
+        results = call(*operands)
     if held:
         # XLA lets a call write straight into a slice of the array in which a scan stacks its outputs. But a
         # call in place writes to its operand, so that slice would never be written. The barrier prevents it.
-        results = jax.lax.optimization_barrier(results)
-        named_results = zip((*made, *updated), results[: len(made)] + results[len(made) + 1 :], strict=True)
-        results = held | dict(named_results), results[len(made)]
+        out, updated = jax.lax.optimization_barrier(results)
+        results = held | dict(zip(names, updated, strict=True)), out
     # Under shard_map, results vary over each mesh axis that an operand varies over. The call does not say so.
-    axes = frozenset[str]().union(*(varying_axes(x) for x in jax.tree.leaves(arrays)))
+    axes = frozenset[str]().union(*(varying_axes(x) for x in jax.tree.leaves(operands)))
     return jax.tree.map(lambda x: vary(x, axes), results)
 
 
-def like(
-    array: Array | jax.ShapeDtypeStruct, shape: tuple[int, ...] | None = None, dtype: Any = None
-) -> jax.ShapeDtypeStruct:
+def like(array: Array, shape: tuple[int, ...] | None = None, dtype: Any = None) -> jax.ShapeDtypeStruct:
     """Shape and dtype of a result, by default those of `array`."""
     return jax.ShapeDtypeStruct(
         array.shape if shape is None else shape, array.dtype if dtype is None else dtype

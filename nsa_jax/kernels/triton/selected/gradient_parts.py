@@ -18,7 +18,6 @@ rows keys) itemsize`. Floor at 32k tokens, 32 query heads, 8 KV heads, 16 blocks
 
 from typing import NamedTuple
 
-import jax
 import triton
 import triton.language as tl
 
@@ -54,7 +53,7 @@ def gradient_parts(
     last_keys: Int32[Array, "B T"],
     given: Backward,
     delta: Float[Array, "B T N"],
-    sums: tuple[Array | jax.ShapeDtypeStruct, ...],
+    sums: tuple[Array, Array, Array, Array],
     chunks: Chunks,
     chunk: Int32[Array, " 4"],
     *,

@@ -23,9 +23,11 @@ from nsa_jax.kernels.triton.selected.gradient_parts import gradient_parts
 from nsa_jax.kernels.triton.selected.items import BlockItems, invert
 from nsa_jax.kernels.triton.selected.sum_output_parts import add_output_parts
 from nsa_jax.kernels.triton.selected.sum_query_parts import add_query_parts
+from nsa_jax.kernels.triton.selected.undefined import undefined
 from nsa_jax.kernels.triton.selected.unions import last_rows
 from nsa_jax.kernels.triton.sizes.selected import SelectedPartSizes
 from nsa_jax.layout import Placement
+from nsa_jax.sharding.manual import vary, varying_axes
 
 
 def chunks_of(
@@ -55,7 +57,7 @@ def attend_in_parts(
     value: Float[Array, "B S K V"],
     block_indices: Int32[Array, "B T K R"],
     placement: Placement,
-    written: tuple[Array | jax.ShapeDtypeStruct, ...] | None,
+    written: tuple[Array, ...] | None,
     few: Bool[Array, ""] | None,
     *,
     scale: float,
@@ -89,8 +91,8 @@ def attend_in_parts(
         shapes = (
             like(query, (*query.shape[:3], value.shape[3])), like(query, query.shape[:3], "float32"),
             like(block_indices, dtype="float32"),
-        )  # fmt: skip
-        written = shapes[: 3 if with_probabilities else 2]
+        )[: 3 if with_probabilities else 2]  # fmt: skip
+        written = _undefined(*shapes, after=table, vary_as=(query, key, value, placement))
     return _over_chunks(chunks, chunk, written)
 
 
@@ -104,7 +106,7 @@ def gradients_in_parts(
     chunks: Chunks,
     given: Backward,
     delta: Float[Array, "B T N"],
-    written: tuple[Array | jax.ShapeDtypeStruct, ...] | None,
+    written: tuple[Array, ...] | None,
     few: Bool[Array, ""] | None,
     *,
     scale: float,
@@ -132,9 +134,10 @@ def gradients_in_parts(
 
     if written is None:
         partials = max(items.num_partials, 1), block_size
-        written = (
+        written = _undefined(
             like(query), like(key, (*partials, key.shape[3]), "float32"),
             like(value, (*partials, value.shape[3]), "float32"), like(key), like(value),
+            after=delta, vary_as=(query, key, value, table, placement, given),
         )  # fmt: skip
     return _over_chunks(chunks, chunk, written)
 
@@ -148,11 +151,12 @@ def _table(chunks: Chunks, items: BlockItems, few: Bool[Array, ""] | None) -> In
     return jnp.where(few, table, nothing.astype(jnp.int32))
 
 
-def _over_chunks[T](chunks: Chunks, chunk: Callable[..., T], written: Any) -> T:
-    """Runs `chunk(number, written)` for all chunks; the first may get shapes of what nobody has written.
+def _undefined(*shapes: jax.ShapeDtypeStruct, after: Array, vary_as: Any) -> tuple[Array, ...]:
+    """Arrays that kernels will fill; under `shard_map` they vary as those of `vary_as` do."""
+    axes = frozenset[str]().union(*(varying_axes(x) for x in jax.tree.leaves(vary_as)))
+    return tuple(vary(x, axes) for x in undefined(*shapes, after=after))
 
-    `jax.lax.empty` would do for these, but it waits for nothing: XLA may reserve it for all layers at once.
-    """
-    begun = chunks.number == 1 or isinstance(written[0], jax.ShapeDtypeStruct)
-    results = chunk(0, written) if begun else written
-    return results if chunks.number == 1 else lax.fori_loop(int(begun), chunks.number, chunk, results)
+
+def _over_chunks[T](chunks: Chunks, chunk: Callable[..., T], carry: T) -> T:
+    """Runs `chunk(number, carry)` for all chunks; the only one is not put into a loop."""
+    return chunk(0, carry) if chunks.number == 1 else lax.fori_loop(0, chunks.number, chunk, carry)

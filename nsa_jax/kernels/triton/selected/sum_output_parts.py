@@ -13,7 +13,6 @@ in the last place of the largest part, as much as rounding the output does.
 
 import itertools
 
-import jax
 import triton
 import triton.language as tl
 
@@ -32,7 +31,7 @@ FEW_SLOTS = 32  # whose numbers fit into the registers of one warp, or two
 
 
 def add_output_parts(
-    results: tuple[Array | jax.ShapeDtypeStruct, ...],
+    results: tuple[Array, ...],
     parts: Float[Array, "heads queries*R G V"],
     part_lse: Float[Array, "heads queries*R G"],
     chunk: Int32[Array, " 4"],

@@ -7,7 +7,6 @@ and KV head, and the gradient once, or twice with `previous`. At 64k tokens, 64 
 bits that is 18 GB, 4.2 ms at 4.3 TB/s.
 """
 
-import jax
 import triton
 import triton.language as tl
 
@@ -25,7 +24,7 @@ SLOTS_AT_ONCE = 16  # whose loads are in flight together
 
 
 def add_query_parts(
-    d_query: Float[Array, "B T N H"] | jax.ShapeDtypeStruct,
+    d_query: Float[Array, "B T N H"],
     parts: Float[Array, "heads queries*R rows H"],
     first: Int32[Array, " numbers"],
     block_indices: Int[Array, "B T K R"],
