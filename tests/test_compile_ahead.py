@@ -15,6 +15,7 @@ pytest.importorskip("jax_cuda13_plugin", reason=f"needs jax-cuda13-plugin, {WHER
 import jax_triton  # noqa: E402
 import triton_compile  # noqa: E402
 import triton_kernels  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
 
 from nsa_jax import NSAConfig, window_attention  # noqa: E402
@@ -89,7 +90,6 @@ def test_the_program_is_the_same(function, compilers, request):
     assert "MainThread" not in compilers
     assert needed <= len(compilers) <= needed + 2  # a forward that is traced and not used
     assert not compile_ahead._jobs
-    assert not compile_ahead._kernels
 
 
 def test_a_launch_is_begun_once(compilers, threads):
@@ -107,12 +107,50 @@ def test_what_is_only_traced_waits_for_nothing(compilers, threads):
     assert len(compilers) == 1
 
 
-def test_on_two_gpus(threads):
+def test_many_programs_leave_nothing_behind(compilers, threads):
+    for tokens, dtype in ((8, "float32"), (16, "float32"), (16, "float16"), (16, "bfloat16")):
+        lowered(
+            sum_of_branches,
+            *(jax.ShapeDtypeStruct((1, tokens, *x.shape[2:]), dtype) for x in (BRANCH, GATES)),
+        )
+    assert len(threads) == 4
+    assert not any(job.result() for job in threads)
+    assert not compile_ahead._jobs
+    assert len(compile_ahead._kernels) == 1  # of the last program
+
+
+def test_who_stops_waiting_ends_what_has_not_begun(compilers, threads, monkeypatch):
+    go_on = threading.Event()
+    to_ptx = CUDABackend.make_ptx
+
+    def slow(*args, **kwargs):
+        go_on.wait()
+        return to_ptx(*args, **kwargs)
+
+    def stop(_):
+        go_on.set()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CUDABackend, "make_ptx", slow)
+    monkeypatch.setattr(compile_ahead, "wait", stop)
+    with pytest.raises(KeyboardInterrupt):
+        lowered(gradients, *ATTENTION)
+    assert any(job.cancelled() for job in threads)
+
+
+def test_on_two_gpus(compilers, threads):
     """In a `shard_map`, and where XLA asks for kernels while it divides the program."""
-    q, *_ = ATTENTION
-    triton_compile.compile_for_two(attend, [q, q, q])
-    assert len(threads) > 1
-    assert not any(job.exception() for job in threads)
+    mesh = triton_compile.mesh_of_h100s(x=2)
+    heads = NamedSharding(mesh, PartitionSpec(None, None, "x"))
+    q = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16, sharding=heads)
+    in_shards = jax.shard_map(attend, mesh=mesh, in_specs=(heads.spec,) * 3, out_specs=heads.spec)
+    for function in (in_shards, attend):
+        threads.clear()
+        with jax.set_mesh(mesh):
+            jax.jit(function).lower(q, q, q).compile(compiler_options=triton_compile.FAST_TO_COMPILE)
+        assert threads
+        assert not any(job.exception() for job in threads)
+    assert "MainThread" not in compilers
 
 
 def test_what_a_thread_fails_to_compile_the_program_compiles(compilers, threads, monkeypatch):
@@ -130,8 +168,9 @@ def test_what_a_thread_fails_to_compile_the_program_compiles(compilers, threads,
 
 
 def test_values_begin_nothing(threads):
-    with mock.patch.object(jax_triton, "triton_call", return_value=jnp.zeros(())):
+    with mock.patch.object(jax_triton, "triton_call", return_value=jnp.zeros(())) as call:
         sum_of_branches(jnp.zeros(BRANCH.shape), jnp.zeros(GATES.shape))
+    call.assert_called_once()
     assert not threads
 
 

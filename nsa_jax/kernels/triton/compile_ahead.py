@@ -18,22 +18,31 @@ from jax_triton import triton_lib
 MOST_THREADS = 8  # one at a time runs Python, for a tenth of the work
 
 _launches: set[str] = set()  # that were handed to a thread
-_jobs: list[Future[Any]] = []  # for which no program has waited yet
-_kernels: dict[Any, Any] = {}  # what they compiled
+_jobs: set[Future[None]] = set()  # that are not done
+_kernels: dict[Any, Any] = {}  # what was compiled since there last was no job
 _thread = threading.local()
 
 
 def begin(call: functools.partial[Any], operands: tuple[Any, ...]) -> None:
-    """Has a thread compile the kernel of `call(*operands)`, if that is traced for a GPU of this machine."""
+    """Has a thread compile the kernel of `call(*operands)`, if that is traced and JAX runs on a GPU."""
     threads = _threads()
     if threads is None or not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands)):
         return
     arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
     launch = repr((call.keywords, arrays))
-    if launch not in _launches:
-        _launches.add(launch)
-        # Nobody asks a thread for its error: it comes again where the program is lowered.
-        _jobs.append(threads.submit(jax.jit(call).trace(*arrays).lower, lowering_platforms=("cuda",)))
+    if launch in _launches:
+        return
+    _launches.add(launch)
+    if not _jobs:
+        _kernels.clear()
+    job = threads.submit(_lower, jax.jit(call).trace(*arrays))
+    _jobs.add(job)
+    job.add_done_callback(_jobs.discard)
+
+
+def _lower(launch: jax.stages.Traced) -> None:
+    """Compiles the kernel. Nobody asks for an error: it comes again where the program is lowered."""
+    launch.lower(lowering_platforms=("cuda",))
 
 
 @functools.cache
@@ -64,10 +73,13 @@ def _sharing(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
         if hasattr(_thread, "is_ours"):
             _kernels[key] = compile_kernel(ttir, cuda_backend, cuda_options, compute_capability)
             return _kernels[key]
-        wait(_jobs)
+        try:
+            wait(list(_jobs))
+        except BaseException:  # Ctrl-C: Python ends after the jobs that were begun
+            for job in list(_jobs):
+                job.cancel()
+            raise
         found = _kernels.get(key)
-        _jobs.clear()
-        _kernels.clear()  # jax-triton has them now
         return found or compile_kernel(ttir, cuda_backend, cuda_options, compute_capability)
 
     return shared
