@@ -98,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = TransformerConfig(
         vocab_size=options.vocab, num_layers=options.layers, model_dim=options.model_dim,
         num_heads=options.heads, num_kv_heads=options.kv_heads, head_dim=options.head_dim,
-        dtype=options.dtype, remat=options.remat == "layers" or "attention", scan_layers=options.scan_layers,
+        dtype=options.dtype, scan_layers=options.scan_layers,
+        remat=True if options.remat == "layers" else options.remat,
     )  # fmt: skip
     ways = [(name, 1) for name in options.attention] + [("nsa", options.devices)] * (options.devices > 1)
     configs = {way: dataclasses.replace(model, attention=way[0]) for way in ways}

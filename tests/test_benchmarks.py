@@ -907,6 +907,7 @@ def test_training_writes_a_row_of_each_attention(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(training, "compile_step", step_of)
     sizes = ["--layers", "1", "--model-dim", "32", "--heads", "2", "--kv-heads", "1", "--head-dim", "16"]
+    sizes += ["--vocab", "300", "--remat", "attention", "--scan-layers"]
 
     status = training.main(
         ["--lengths", "70", "--dtype", "float32", *sizes, "--budget-s", "0.01", "--output", str(path)]
@@ -919,6 +920,8 @@ def test_training_writes_a_row_of_each_attention(monkeypatch, tmp_path, capsys):
     for row in rows:
         assert row["tokens_per_s"] == pytest.approx(70 / row["median_ms"] * 1e3)
         assert row["model"]["attention"] == row["attention"]
+        assert row["model"]["vocab_size"] == 300
+        assert (row["model"]["remat"], row["model"]["scan_layers"]) == ("attention", True)
     assert "| 70 | nsa (xla) | " in tables.markdown(records.read(path))
     ratio = rows[1]["median_ms"] / rows[0]["median_ms"]
     assert summary["dense_over_nsa"]["70"] == pytest.approx(ratio, abs=1e-3)

@@ -124,7 +124,7 @@ def test_who_stops_waiting_ends_what_has_not_begun(compilers, threads, monkeypat
     to_ptx = CUDABackend.make_ptx
 
     def slow(*args, **kwargs):
-        go_on.wait()
+        go_on.wait(60)
         return to_ptx(*args, **kwargs)
 
     def stop(_):

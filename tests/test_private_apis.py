@@ -80,7 +80,7 @@ USED = {
     "jax_triton.triton_call": ("launches the kernels; `input_output_aliases` is deprecated", LAUNCH, "tests"),
     "jax_triton.TensorDescriptor": ("host-side TMA descriptors", TRITON),
     "jax_triton.triton_lib": (
-        "its compiler, which kernel_cache wraps, and what it made",
+        "its compiler, which launch wraps, and what it made",
         TRITON,
         "tests",
         DEAD,

@@ -13,7 +13,6 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
-from jax_triton import triton_lib
 
 MOST_THREADS = 8  # one at a time runs Python, for a tenth of the work
 
@@ -59,14 +58,9 @@ def threads(number: int) -> Executor:
     return ThreadPoolExecutor(number, "nsa_jax_compile", lambda: setattr(_thread, "is_ours", True))
 
 
-def share_kernels() -> None:
-    """Wraps jax-triton's compiler: a program finds what threads compiled. One of another name stays."""
-    compile_kernel = getattr(triton_lib, "compile_ttir_to_ptx_inplace", None)
-    if compile_kernel is not None:
-        triton_lib.compile_ttir_to_ptx_inplace = _sharing(compile_kernel)
+def sharing(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """jax-triton's compiler, with which a program finds what threads compiled."""
 
-
-def _sharing(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile_kernel)
     def shared(ttir: Any, cuda_backend: Any, cuda_options: Any, compute_capability: Any) -> Any:
         key = str(ttir), cuda_options.hash(), compute_capability

@@ -30,14 +30,9 @@ _OURS = " @nsa_"  # before the name of a kernel in TTIR; others' kernels are non
 _NOT_KEPT = {"ttgir": "", "llir": ""}  # forms in between, which jax-triton only writes to its folder of dumps
 
 
-def keep_kernels() -> None:
-    """Wraps jax-triton's compiler. Of a jax-triton that has it elsewhere, kernels are not kept."""
-    compile_kernel = getattr(triton_lib, "compile_ttir_to_ptx_inplace", None)
-    if compile_kernel is not None:
-        triton_lib.compile_ttir_to_ptx_inplace = _keeping(compile_kernel)
+def keeping(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """jax-triton's compiler, whose kernels are kept and found."""
 
-
-def _keeping(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile_kernel)
     def kept(ttir: Any, cuda_backend: Any, cuda_options: Any, compute_capability: Any) -> Any:
         def compiled() -> Any:

@@ -8,17 +8,21 @@ from typing import Any
 
 import jax
 import jax_triton
+from jax_triton import triton_lib
 
 from nsa_jax.array_typing import Array
 from nsa_jax.kernels.chip import capability
-from nsa_jax.kernels.triton.compile_ahead import begin, share_kernels
+from nsa_jax.kernels.triton.compile_ahead import begin, sharing
 from nsa_jax.kernels.triton.dead_launches import follow_jax
-from nsa_jax.kernels.triton.kernel_cache import keep_kernels
+from nsa_jax.kernels.triton.kernel_cache import keeping
 from nsa_jax.sharding.manual import vary, varying_axes
 
 follow_jax()
-keep_kernels()
-share_kernels()
+_compile_kernel = getattr(triton_lib, "compile_ttir_to_ptx_inplace", None)
+if (
+    _compile_kernel is not None
+):  # another jax-triton, which has it elsewhere, neither keeps nor shares kernels
+    triton_lib.compile_ttir_to_ptx_inplace = sharing(keeping(_compile_kernel))
 
 MOST_PROGRAMS_Y = 65535  # CUDA's limit of a grid along y and z
 # The newest PTX that CUDA 13.0 takes. Triton 3.8 writes 8.8 for GPUs up to Hopper, and 9.3 for Blackwell.

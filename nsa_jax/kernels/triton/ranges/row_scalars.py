@@ -62,7 +62,7 @@ def row_scalars_kernel(
     at = (b.to(tl.int64) * num_queries + token) * (GROUPS * G) + group * G + head
     total = tl.load(lse + at, mask=inside, other=float("-inf"))
     shift = tl.load(delta + at, mask=inside, other=0.0)
-    seen = total != float("-inf")  # true for NaN, and unlike with `load_lse` for +inf: they reach their keys
+    seen = total != float("-inf")  # NaN and, unlike in `load_lse`, +inf too: they reach their keys
     NUMBERS: tl.constexpr = 2 if gate is None else 3
     to = scalars + lane.to(tl.int64) * NUMBERS * rows + row
     if gate is not None:

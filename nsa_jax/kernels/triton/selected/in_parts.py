@@ -8,9 +8,7 @@ both were started, chunks without items leave what these wrote as it is.
 """
 
 from collections.abc import Callable
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -27,7 +25,6 @@ from nsa_jax.kernels.triton.selected.undefined import undefined
 from nsa_jax.kernels.triton.selected.unions import last_rows
 from nsa_jax.kernels.triton.sizes.selected import SelectedPartSizes
 from nsa_jax.layout import Placement
-from nsa_jax.sharding.manual import vary, varying_axes
 
 
 def chunks_of(
@@ -92,7 +89,7 @@ def attend_in_parts(
             like(query, (*query.shape[:3], value.shape[3])), like(query, query.shape[:3], "float32"),
             like(block_indices, dtype="float32"),
         )[: 3 if with_probabilities else 2]  # fmt: skip
-        written = _undefined(*shapes, after=table, vary_as=(query, key, value, placement))
+        written = undefined(*shapes, after=table, vary_as=(query, key, value, placement))
     return _over_chunks(chunks, chunk, written)
 
 
@@ -134,7 +131,7 @@ def gradients_in_parts(
 
     if written is None:
         partials = max(items.num_partials, 1), block_size
-        written = _undefined(
+        written = undefined(
             like(query), like(key, (*partials, key.shape[3]), "float32"),
             like(value, (*partials, value.shape[3]), "float32"), like(key), like(value),
             after=delta, vary_as=(query, key, value, table, placement, given),
@@ -149,12 +146,6 @@ def _table(chunks: Chunks, items: BlockItems, few: Bool[Array, ""] | None) -> In
         return table
     nothing = jnp.where(jnp.arange(table.shape[1]) == 0, items.slots.shape[0], 0)
     return jnp.where(few, table, nothing.astype(jnp.int32))
-
-
-def _undefined(*shapes: jax.ShapeDtypeStruct, after: Array, vary_as: Any) -> tuple[Array, ...]:
-    """Arrays that kernels will fill; under `shard_map` they vary as those of `vary_as` do."""
-    axes = frozenset[str]().union(*(varying_axes(x) for x in jax.tree.leaves(vary_as)))
-    return tuple(vary(x, axes) for x in undefined(*shapes, after=after))
 
 
 def _over_chunks[T](chunks: Chunks, chunk: Callable[..., T], carry: T) -> T:
