@@ -407,6 +407,21 @@ def test_a_slice_that_is_written_in_place_is_a_copy():
     assert not fusions_that_write_in_place(recompute, out, lse, query, key, value)
 
 
+def test_no_kernel_whose_result_a_scan_stores_is_launched_twice():
+    """XLA of jaxlib 0.11 may fuse a launch with the store, and launch it again for who reads the result."""
+    saved = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
+
+    def scanned(query, *others):
+        layer = jax.checkpoint(lambda x: attend(x, *others), policy=saved)
+        out, _ = jax.lax.scan(lambda x, _: (layer(x), None), query, None, length=3)
+        return out.astype(jnp.float32).sum()
+
+    gradients, arguments = jax.grad(scanned, range(8)), operands(4096)
+    lowered = triton_compile.lower(gradients, *arguments).as_text().count("triton_kernel_call_ffi")
+    text = triton_compile.compile_for_h100(gradients, *arguments).as_text()
+    assert 10 < text.count('custom_call_target="triton_kernel_call_ffi"') <= lowered
+
+
 def fusions_that_write_in_place(function, *arguments) -> set[str]:
     """Names of the fusions, in the program of an H100, that hold a call that writes to its operand."""
     text = triton_compile.compile_for_h100(function, *arguments).as_text()

@@ -149,14 +149,14 @@ def select_by_index(
     """The blocks that each query attends, by the scores of an indexer."""
     fixed = jax.lax.stop_gradient((query_index, flat_if_shared(key_index), weights))
     blocks = _divisible(choose_by_index, scale=scale)(*fixed, placement)
-    return checkpoint_name(blocks, BLOCK_INDICES)
+    return _named(blocks, BLOCK_INDICES)
 
 
 @jax.jit
 def top_blocks(scores: Float[Array, "B T K M"], placement: Placement) -> Int32[Array, "B T K R"]:
     """The blocks that each query attends, by scores that are given."""
     blocks = _divisible(choose_best)(jax.lax.stop_gradient(scores), placement)
-    return checkpoint_name(blocks, BLOCK_INDICES)
+    return _named(blocks, BLOCK_INDICES)
 
 
 @partial(jax.jit, static_argnames=("scale", "with_probabilities", "gradients"))
@@ -315,7 +315,16 @@ def _divisible(function, *, alike=0, **static):
 
 
 def _saved(out: Array, lse: Array) -> tuple[Array, Array]:
-    return checkpoint_name(out, OUT), checkpoint_name(lse, LSE)
+    return _named(out, OUT), _named(lse, LSE)
+
+
+def _named(result: Array, name: str) -> Array:
+    """`checkpoint_name` of what a kernel gives, behind a barrier.
+
+    Without it, where a scan over layers stores the result, XLA of jaxlib 0.11 launches the kernel twice: once
+    for who reads it, and once to write it where it is stored.
+    """
+    return checkpoint_name(jax.lax.optimization_barrier(result), name)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -370,7 +379,7 @@ _selected_attention.defvjp(_selected_forward, _selected_backward)
 def _select(query, key_cmp, lse_cmp, placement, scale):
     fixed = jax.lax.stop_gradient((query, key_cmp, lse_cmp))
     blocks = _divisible(choose_blocks, scale=scale)(*fixed, placement)
-    return checkpoint_name(blocks, BLOCK_INDICES)
+    return _named(blocks, BLOCK_INDICES)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
