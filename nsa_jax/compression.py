@@ -3,8 +3,9 @@
 `nn.Compressor` and `nn.rotate` compute with these classes, too, so a layer and its decode steps agree.
 """
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -63,6 +64,50 @@ class ResidualMLP(NamedTuple):
         hidden = jax.nn.gelu(hidden + self.bias_in, approximate=True)
         out = jnp.matmul(hidden, self.kernel_out, precision=precision)
         return windows.mean(axis=2) + out + self.bias_out
+
+    def of_strides(
+        self, strides: Float[Array, "B n d K D"], *, precision: Any = None
+    ) -> Float[Array, "B m K D"]:
+        """Computes one key (or value) for each block of rows that are one sequence each.
+
+        The same function of the tokens as a call with their windows, but a token that is in several blocks is
+        read once, and the products of a stride with each part of `kernel_in` are one product. A block adds
+        up those of its own strides, so windows are never formed.
+
+        Args:
+          strides: tokens of each stride, un-rotated. Block `j` is the `l / d` strides from number `j` on.
+          precision: precision of the products, see `jax.lax.Precision`.
+
+        Returns:
+          As a call.
+
+        Numerics:
+          As a call, and the products of strides are added in float32 at least.
+        """
+        strides = strides.astype(self.kernel_in.dtype)
+        (size, dim), stride = self.position_embedding.shape, strides.shape[2]
+        num = size // stride
+        kernel = self.kernel_in.reshape(num, stride, dim, -1)
+        position = self.position_embedding.reshape(num, stride, dim)
+        of_position = jnp.einsum("psd,psdf->f", position, kernel, precision=precision)
+        products = jnp.einsum("bnskd,psdf->bnkpf", strides, kernel, precision=precision)
+        hidden = _sum_in_blocks([products[..., part, :] for part in range(num)]) + of_position + self.bias_in
+        hidden = jax.nn.gelu(hidden.astype(strides.dtype), approximate=True)
+        out = jnp.matmul(hidden, self.kernel_out, precision=precision)
+        return mean_of_strides(strides, num) + out + self.bias_out
+
+
+def mean_of_strides(strides: Float[Array, "B n d K D"], num: int) -> Float[Array, "B m K D"]:
+    """The mean of each block of `num` strides, accumulated in float32 at least."""
+    sums = strides.sum(axis=2, dtype=jnp.promote_types(strides.dtype, jnp.float32))
+    return (_sum_in_blocks([sums] * num) / (num * strides.shape[2])).astype(strides.dtype)
+
+
+def _sum_in_blocks(parts: Sequence[Float[Array, "B n ..."]]) -> Float[Array, "B m ..."]:
+    """Adds up what the strides of each block give: the first by the first of `parts`, and so on."""
+    wide = jnp.promote_types(parts[0].dtype, jnp.float32)
+    blocks = max(parts[0].shape[1] - len(parts) + 1, 0)
+    return functools.reduce(jnp.add, (part[:, j : j + blocks].astype(wide) for j, part in enumerate(parts)))
 
 
 # A turn of 2 pi has 2^32 ticks. The int32 product of a position and ticks per position wraps around where a
@@ -128,7 +173,8 @@ class Rotation(NamedTuple):
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         angle = self.angles(positions, wide.dtype)[:, :, None]
         cos, sin = self.magnitude * jnp.cos(angle), self.magnitude * jnp.sin(angle)
-        left, right, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+        # The gradient of a split lays its parts side by side, as this does; slices would be padded and added.
+        left, right, rest = jnp.split(wide, (half, 2 * half), axis=-1)
         turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin, rest], axis=-1)
         return turned.astype(x.dtype)
 

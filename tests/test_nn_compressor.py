@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from modules import abstract
+from modules import abstract, randomised
 
 from nsa_jax import layout
 from nsa_jax.config import NSAConfig
@@ -182,7 +182,8 @@ def test_mlp_mode_starts_as_the_mean():
     np.testing.assert_array_equal(*compressed(integers(2, 23, 3, 5)))
 
 
-def test_mlp_mode_is_its_formula():
+@pytest.mark.parametrize("way", ["windows", "rows"])
+def test_mlp_mode_is_its_formula(way):
     """Per block and KV head, by loops: mean + gelu_tanh(flatten(block + embedding) @ in + b) @ out + b."""
     config = CONFIGS["overlapping"]
     with jax.enable_x64(True):
@@ -194,8 +195,8 @@ def test_mlp_mode_is_its_formula():
             variable.set_value(jnp.asarray(rng.standard_normal(variable.shape)))
         x = rng.standard_normal((2, 23, 3, 5))
 
-        compress = nnx.jit(lambda compressor, x: compressor(token_windows(x, config)))
-        compressed = np.asarray(compress(compressor, x))
+        ways = {"windows": lambda of, x: of(token_windows(x, config)), "rows": Compressor.of_rows}
+        compressed = np.asarray(nnx.jit(ways[way])(compressor, x))
 
         weights = {
             name: np.asarray(value.get_value()) for name, value in nnx.to_flat_state(nnx.state(compressor))
@@ -210,3 +211,44 @@ def test_mlp_mode_is_its_formula():
                 expected = tokens.mean(axis=0) + hidden @ weights["kernel_out",] + weights["bias_out",]
                 # Two contractions of 20 and 7 terms of size ~5, sums up to 50: (20 + 7) * 50 * 2^-53.
                 np.testing.assert_allclose(compressed[row, block, head], expected, rtol=0, atol=2e-13)
+
+
+@pytest.mark.parametrize("mode", ["mlp", "mean"])
+@pytest.mark.parametrize("length", [0, 3, 4, 6, 23, 40])
+def test_rows_are_compressed_as_their_windows_are(config, mode, length):
+    """Outputs and all gradients. The third token is NaN, and only blocks that have it may be."""
+    with jax.enable_x64(True):
+        compressor = randomised(abstract(Compressor, 5, config, mode, param_dtype=jnp.float64), 0.3)
+        rng = np.random.default_rng(length)
+        x = rng.standard_normal((2, length, 3, 5))
+        broken = np.where((np.arange(length) == 2)[:, None, None], np.nan, x)
+        graph, state = nnx.split(compressor)
+        blocks = layout.num_compression_blocks(length, config)
+        cotangent = rng.standard_normal((2, blocks, 3, 5))
+
+        def of_way(compress):
+            run = lambda state, x: compress(nnx.merge(graph, state), x)  # noqa: E731
+            out, pull_back = jax.vjp(run, state, x)
+            return out, pull_back(cotangent), run(state, broken)
+
+        out, gradients, with_nan = jax.jit(lambda: of_way(Compressor.of_rows))()
+        expected = jax.jit(lambda: of_way(lambda compressor, x: compressor(token_windows(x, config))))()
+
+    # As in `small_layer`: at most 100 terms of 10 times the scale of their sum, and gradients pass twice.
+    rounding = 100 * 10 * np.finfo(np.float64).eps
+    np.testing.assert_allclose(out, expected[0], rtol=0, atol=rounding)
+    for found, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=10 * rounding)
+    assert (
+        np.isnan(with_nan).sum()
+        == np.isnan(expected[2]).sum()
+        == (min(blocks, 2 // config.compression_stride + 1) * 30)
+    )
+    np.testing.assert_allclose(with_nan, expected[2], rtol=0, atol=rounding)
+
+
+def test_rows_must_have_heads_of_the_compressor():
+    compressor = abstract(Compressor, 5, CONFIGS["overlapping"])
+
+    with pytest.raises(ValueError, match=r"rows must be \[B, S, K, 5\], got \(1, 8, 2, 6\)"):
+        compressor.of_rows(jnp.zeros((1, 8, 2, 6)))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from equations import equations
 
 from nsa_jax.nn import YarnScaling, rotate
 from nsa_jax.nn.rotary import Rotary
@@ -133,3 +134,14 @@ def test_low_precision_inputs_are_turned_in_float32():
     assert rotated.dtype == jnp.bfloat16
     wide = np.asarray(turn(x.astype(np.float32), positions))
     np.testing.assert_array_equal(rotated, wide.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("head_dim", [8, 9])
+def test_the_gradient_is_no_sum_of_padded_halves(head_dim):
+    """XLA takes 2.5 times as long for such a sum as for halves that are laid side by side."""
+    positions = jnp.arange(4)[None]
+    program = jax.make_jaxpr(jax.grad(lambda x: jnp.sin(rotate(x, positions)).sum()))(
+        jnp.ones((1, 4, 2, head_dim))
+    )
+
+    assert not {"pad", "scatter-add"} & {equation.primitive.name for equation in equations(program.jaxpr)}

@@ -35,7 +35,7 @@ from nsa_jax.layout.sequences import (
     sequence_positions,
     sequence_starts,
 )
-from nsa_jax.layout.windows import first_tokens, token_windows, windows_at
+from nsa_jax.layout.windows import first_tokens, token_strides, token_windows, windows_at
 
 __all__ = [
     "DenseCache",
@@ -65,6 +65,7 @@ __all__ = [
     "returning_ids",
     "sequence_positions",
     "sequence_starts",
+    "token_strides",
     "token_windows",
     "windows_at",
 ]

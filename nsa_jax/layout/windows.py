@@ -37,12 +37,19 @@ def token_windows(
     check_arrays(token_windows, x=x, segment_ids=segment_ids)
     if segment_ids is not None:
         return windows_at(x, *compression_block_starts(segment_ids, config), config)
+    strides, num_blocks = token_strides(x, config), num_compression_blocks(x.shape[1], config)
+    parts = range(config.compression_block_size // config.compression_stride)
+    return jnp.concatenate([strides[:, j : j + num_blocks] for j in parts], axis=2)
+
+
+def token_strides(x: Float[Array, "B S K H"], config: NSAConfig) -> Float[Array, "B n d K H"]:
+    """Cuts rows into strides of `d` tokens, without the tokens after the last whole one.
+
+    In rows of one sequence each, compression block `j` is the `l / d` strides from number `j` on.
+    """
     batch, length, *rest = x.shape
     stride = config.compression_stride
-    num_blocks = num_compression_blocks(length, config)
-    strides = x[:, : length // stride * stride].reshape(batch, length // stride, stride, *rest)
-    parts = range(config.compression_block_size // stride)
-    return jnp.concatenate([strides[:, j : j + num_blocks] for j in parts], axis=2)
+    return x[:, : length // stride * stride].reshape(batch, length // stride, stride, *rest)
 
 
 def first_tokens(

@@ -1,6 +1,5 @@
 """The part of an NSA layer that chooses blocks in whole rows, and computes the loss that teaches it to."""
 
-import abc
 import functools
 from typing import Any
 
@@ -13,13 +12,15 @@ from nsa_jax.array_typing import Array, DType, Float, Float32, Int, Int32
 from nsa_jax.cache import TokenKeysValues
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import EVERYWHERE, Implementation
-from nsa_jax.layout import first_tokens, token_windows
+from nsa_jax.layout import first_tokens
 from nsa_jax.nn.context import ContextAxis
 from nsa_jax.nn.distillation import TARGETS, mean_loss
 from nsa_jax.nn.indexer import Indexer
 from nsa_jax.nn.joined import beside, projected
 from nsa_jax.nn.operands import Operands
+from nsa_jax.nn.parts import CompressorFunction, compress_rows
 from nsa_jax.nn.projections import token_positions
+from nsa_jax.nn.rotary import RotaryFunction, turn
 from nsa_jax.nn.selector import Selector, choose
 from nsa_jax.option_checks import check_choice
 
@@ -37,12 +38,9 @@ class Choosing(nnx.Module):
     context: ContextAxis | None
     selects: str  # "importance", "given" or "selector"
     selector: Selector
-
-    @abc.abstractmethod
-    def _compress(
-        self, key_windows: Array, value_windows: Array, first_positions: Int[Array, "B m"]
-    ) -> tuple[Array, Array]:
-        """Compressed keys, rotated at the position of their block's first token, and compressed values."""
+    rotary: RotaryFunction
+    compressor_key: CompressorFunction
+    compressor_value: CompressorFunction
 
     def _operation_settings(self) -> dict[str, Any]:
         return dict(config=self.config, scale=self.scale, implementation=self.implementation)
@@ -51,11 +49,10 @@ class Choosing(nnx.Module):
         self, key: Array, value: Array, positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None
     ) -> tuple[Array, Array]:
         """Compressed keys and values of whole rows, the keys rotated."""
-        return self._compress(
-            token_windows(key, self.config, segment_ids),
-            token_windows(value, self.config, segment_ids),
-            first_tokens(positions, self.config, segment_ids),
-        )
+        where = self.config, segment_ids
+        key_cmp = compress_rows(self.compressor_key, key, *where)
+        first = first_tokens(positions, *where)
+        return turn(self.rotary, key_cmp, first), compress_rows(self.compressor_value, value, *where)
 
     def _choose(
         self,

@@ -7,8 +7,9 @@ from flax import nnx
 
 from nsa_jax.array_checks import check_arrays
 from nsa_jax.array_typing import Array, DType, Float
-from nsa_jax.compression import ResidualMLP
+from nsa_jax.compression import ResidualMLP, mean_of_strides
 from nsa_jax.config import NSAConfig, check_config
+from nsa_jax.layout import token_strides
 from nsa_jax.nn.checks import check_parameters
 from nsa_jax.option_checks import check_choice, check_dtype, check_int
 
@@ -100,6 +101,31 @@ class Compressor(nnx.Module):
             return windows.astype(windows.dtype if self.dtype is None else self.dtype).mean(axis=2)
         windows, *arrays = self._promoted(windows)
         return ResidualMLP(*arrays)(windows, precision=self.precision)
+
+    def of_rows(self, rows: Float[Array, "B S K H"]) -> Float[Array, "B m K H"]:
+        """Compresses each block of rows that are one sequence each, without forming their windows.
+
+        Args:
+          rows: un-rotated tokens.
+
+        Returns:
+          As a call with `token_windows(rows, config)`.
+
+        Raises:
+          TypeError: `rows` is not an array of floats.
+          ValueError: `rows` does not have four axes, or the heads are of another size.
+        """
+        width = check_arrays(Compressor.of_rows, rows=rows)["H"]
+        if width != self.head_dim:
+            raise ValueError(
+                f"rows must be [B, S, K, {self.head_dim}], got {rows.shape}. Make the compressor for them."
+            )
+        if self.mode == "mean":
+            rows = rows.astype(rows.dtype if self.dtype is None else self.dtype)
+            num = self.config.compression_block_size // self.config.compression_stride
+            return mean_of_strides(token_strides(rows, self.config), num)
+        rows, *arrays = self._promoted(rows)
+        return ResidualMLP(*arrays).of_strides(token_strides(rows, self.config), precision=self.precision)
 
     def is_data(self, dtype: DType) -> bool:
         """Tells whether `weights` describes the whole computation.

@@ -6,8 +6,10 @@ from typing import Any
 
 from flax import nnx
 
-from nsa_jax.array_typing import Array, Float
+from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.config import Branch, NSAConfig
+from nsa_jax.layout import token_windows
+from nsa_jax.nn.compressor import Compressor
 from nsa_jax.nn.gate import check_initial_gates
 
 type GateFunction = Callable[[Float[Array, "B T D"]], Float[Array, "B T N branches"]]
@@ -92,6 +94,18 @@ def compress(compressor: CompressorFunction, blocks: Float[Array, "B m l K H"]) 
             f"{blocks.shape}. Make it reduce only axis 2, the tokens of a block."
         )
     return compressed.astype(blocks.dtype)
+
+
+def compress_rows(
+    compressor: CompressorFunction,
+    rows: Float[Array, "B S K H"],
+    config: NSAConfig,
+    segment_ids: Int[Array, "B S"] | None,
+) -> Float[Array, "B m K H"]:
+    """`compress` of the blocks of whole rows. Only what is packed, or compressed by others, needs windows."""
+    if type(compressor) is Compressor and compressor.config == config and segment_ids is None:
+        return compressor.of_rows(rows).astype(rows.dtype)
+    return compress(compressor, token_windows(rows, config, segment_ids))
 
 
 def weigh(

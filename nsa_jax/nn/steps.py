@@ -24,8 +24,8 @@ from nsa_jax.nn.choosing import Choosing
 from nsa_jax.nn.compressor import Compressor
 from nsa_jax.nn.indexer import Indexer
 from nsa_jax.nn.joined import is_joined
-from nsa_jax.nn.parts import CompressorFunction, compress
-from nsa_jax.nn.rotary import Rotary, RotaryFunction, turn
+from nsa_jax.nn.parts import compress
+from nsa_jax.nn.rotary import Rotary, turn
 from nsa_jax.nn.selector import choose, kept_of
 
 
@@ -164,9 +164,6 @@ class NSACacheSteps(CacheSteps[NSACache], Choosing):
     value_dim: int
     share_keys_values: bool
     branches: tuple[Branch, ...]
-    rotary: RotaryFunction
-    compressor_key: CompressorFunction
-    compressor_value: CompressorFunction
     _prefill, _decode_step = staticmethod(decoding.prefill), staticmethod(decoding.decode_step)
 
     def init_cache(
