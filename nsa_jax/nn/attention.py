@@ -22,7 +22,7 @@ from nsa_jax.nn.compressor import CompressionMode, Compressor
 from nsa_jax.nn.context import ContextAxis
 from nsa_jax.nn.distillation import Target
 from nsa_jax.nn.gate import Gate
-from nsa_jax.nn.joined import beside, projected
+from nsa_jax.nn.joined import beside, projected_together
 from nsa_jax.nn.operands import Operands, Selection
 from nsa_jax.nn.parts import MakeCompressor, MakeGate, check_parts, make_compressor, make_gate, weigh
 from nsa_jax.nn.projections import (
@@ -481,7 +481,7 @@ class NSAAttention(NSACacheSteps):
     def _project(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> tuple[Array, TokenKeysValues, Any]:
-        made = projected(self, x, self.input_projections)
+        made = projected_together(self, x, self.input_projections)
         pairs = {name: self._pair(name, made) for name in _pairs(self.branches, self.share_keys_values)}
         fields: dict[str, Any] = dict.fromkeys(TokenKeysValues._fields)
         for branch in self.branches:

@@ -17,7 +17,7 @@ from nsa_jax.nn.checks import (
     check_parameters,
     head_width,
 )
-from nsa_jax.nn.joined import projected
+from nsa_jax.nn.joined import projected_together
 from nsa_jax.nn.projections import (
     NORM_EPSILON,
     Sharding,
@@ -215,7 +215,7 @@ class DenseAttention(DenseCacheSteps):
         return self.dropout(self.out_proj(out), deterministic=deterministic, rngs=rngs)
 
     def _project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> tuple[Array, Array, Array]:
-        made = projected(self, x, self.input_projections)
+        made = projected_together(self, x, self.input_projections)
         query = turn(self.rotary, self.query_norm(made["query_proj"]), positions)
         return query, turn(self.rotary, self.key_norm(made["key_proj"]), positions), made["value_proj"]
 

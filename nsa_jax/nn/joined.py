@@ -1,7 +1,11 @@
-"""One product in the place of several with the same input, for models that write text.
+"""One product in the place of several with the same input.
 
-On a GPU XLA joins products with the same input by itself, because one large product is faster. But it lays
-their kernels side by side where the products are, so in each step of a loop. Here that is done once.
+On a GPU XLA joins products with the same input by itself, because one large product is faster. But not their
+gradients: that of the input stays a sum of products, each written and read once more. `projected_together`
+joins them for a call, with its gradients.
+
+And XLA lays the kernels side by side where the products are, so in each step of a loop that writes text.
+`join` does that once.
 
 Kernels whose columns are divided over devices, as by heads, are joined by each device for itself: its columns
 of all of them lie side by side. So nothing is moved, neither then nor when their products are cut apart.
@@ -14,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -23,6 +28,8 @@ from nsa_jax.nn.gate import Gate
 from nsa_jax.nn.indexer import Indexer
 from nsa_jax.nn.place import Place, place_of
 
+# Products this wide take their time for arithmetic: one in their place is no faster, and needs more memory.
+ENOUGH_COLUMNS = 512
 # Joined kernels are filled up with zeros to a multiple of this. XLA pads others itself, in each step.
 WIDTH_MULTIPLE = 128
 
@@ -93,6 +100,45 @@ def projected(module: Any, x: Float[Array, "B T D"], names: Iterable[str] = ()) 
     made = module.joined(x) if is_joined(module) else {}
     x = beside(module, x)
     return made | {name: getattr(module, name)(x) for name in names if name not in made}
+
+
+def projected_together(module: Any, x: Float[Array, "B T D"], names: Sequence[str]) -> dict[str, Array]:
+    """`projected`, as one product, which has one product as the gradient of `x`. A `Gate` is joined, too.
+
+    Those stay apart that compute otherwise than the first one does, or that devices divide. And all do where
+    each has `ENOUGH_COLUMNS`, or where there are fewer tokens than features: to lay the kernels side by side
+    would then be most of the work.
+    """
+    if is_joined(module) or math.prod(x.shape[:-1]) < x.shape[-1]:
+        return projected(module, x, names)
+    sources = {name: _of_projection(getattr(module, name)) for name in names}
+    if type(getattr(module, "gate", None)) is Gate:
+        sources["gate"] = _of_gate(module.gate)
+    first = sources[names[0]]
+    alike = {name: source for name, source in sources.items() if source and _are_alike(first, source)}
+    columns = [math.prod(source.kernel.get_value().shape[1:]) for source in alike.values()]
+    if len(alike) < 2 or first is None or first.place != Place() or min(columns) >= ENOUGH_COLUMNS:
+        return projected(module, x, names)
+    made = _in_one_product(x, alike)
+    return made | projected(module, x, [name for name in names if name not in made])
+
+
+def _in_one_product(x: Float[Array, "B T D"], sources: Mapping[str, Source]) -> dict[str, Array]:
+    """The products by the names of their sources, which are alike and on no mesh."""
+    first, *_ = sources.values()
+    shapes = [source.kernel.get_value().shape[1:] for source in sources.values()]
+    kernel = jnp.concatenate(
+        [source.kernel[...].reshape(x.shape[-1], -1) for source in sources.values()], axis=1
+    )
+    x, kernel, _ = products.promote_columns((x, kernel, None), dtype=first.dtype)
+    ends = np.cumsum([math.prod(shape) for shape in shapes])
+    # The gradient of a split lays what it is given side by side; that of slices would add them up.
+    split = jnp.split(jnp.matmul(x, kernel, precision=first.precision), ends[:-1], axis=-1)
+    made = {}
+    for (name, source), shape, own in zip(sources.items(), shapes, split, strict=True):
+        out = own.reshape(*own.shape[:-1], *shape)
+        made[name] = out if source.bias is None else out + source.bias[...].astype(out.dtype)
+    return made
 
 
 def beside(module: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
