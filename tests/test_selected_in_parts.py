@@ -14,6 +14,7 @@ pytest.importorskip("jax_triton", reason=f"needs jax-triton, {WHERE}", exc_type=
 import test_triton_compile  # noqa: E402
 import triton_compile  # noqa: E402
 import triton_kernels  # noqa: E402
+from equations import equations  # noqa: E402
 
 import nsa_jax  # noqa: E402
 from nsa_jax import layout  # noqa: E402
@@ -111,6 +112,21 @@ def launches(function, arrays, capability=90) -> tuple[str, ...]:
 def test_only_calls_that_gain_come_in_parts(shape, expected):
     """Where neighbours decide, those of both ways are started."""
     assert launches(*program(**shape)) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [({}, [4, 4]), (dict(length=8192), [3, 3]), (dict(length=2**18), [4, 3])],
+    ids=["both_ways", "forward_by_tiles", "backward_by_tiles"],
+)
+def test_lists_are_not_made_where_nobody_reads_them(shape, expected):
+    """Their launches have an operand more, which says so, and XLA makes those of both passes once."""
+    function, arrays = program(**shape)
+    with triton_compile.device(90):
+        found = [*equations(jax.make_jaxpr(function)(*arrays).jaxpr)]
+    launched = [len(one.invars) for one in found if one.params.get("name") == "nsa_union_lists"]
+
+    assert launched == expected
 
 
 @pytest.mark.parametrize(

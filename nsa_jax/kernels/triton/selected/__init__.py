@@ -28,7 +28,7 @@ from nsa_jax.kernels.triton.selected.in_parts import (
 from nsa_jax.kernels.triton.selected.items import invert
 from nsa_jax.kernels.triton.selected.sharing import shares_less
 from nsa_jax.kernels.triton.selected.unions import UnionLists, rows_of_listed_tile, union_lists
-from nsa_jax.kernels.triton.sizes import choose_sizes, find_sizes
+from nsa_jax.kernels.triton.sizes import Shape, choose_sizes, find_sizes
 from nsa_jax.kernels.triton.sizes.selected import (
     GRADIENT_PARTS,
     OUTPUT_PARTS,
@@ -68,19 +68,15 @@ def attend_selected(
     """
     shape = shape_of(query, key, value, block_size=placement.config.selection_block_size)
     arrays = query, key, value, block_indices, placement
-    sizes = find_sizes(OUTPUT_PARTS, shape)
-    way = _choose_way(
-        sizes, key.shape[1], block_indices, placement,
-        fewest_asked=FEWEST_ASKED_FORWARD, before_backward=before_backward,
-    )  # fmt: skip
+    way = _choose_forward(shape, key.shape[1], block_indices, placement, before_backward)
     results: tuple[Array, ...] | None = None
     if way.has_tiles:
         tile = choose_sizes(SELECTED_FORWARD, shape)
         tokens = rows_of_listed_tile(tile.rows, shape.heads).tokens
-        lists = union_lists(block_indices, placement, key.shape[1], tokens=tokens)
+        lists = union_lists(block_indices, placement, key.shape[1], tokens=tokens, unless=way.few)
         selections = forward.Selections(block_indices, placement.sequence_start)
         results = forward.attend_selected(
-            query, key, value, way.of_tiles(lists), placement.config, scale,
+            query, key, value, lists, placement.config, scale,
             one_block=placement.tile_in_one_block(tokens), may_rest=way.few is not None, sizes=tile,
             selections=selections if with_probabilities else None,
         )  # fmt: skip
@@ -123,7 +119,10 @@ def selected_gradients(
     if way.has_tiles:
         tile = choose_sizes(SELECTED_QUERY_GRADIENT, shape)
         tokens = rows_of_listed_tile(tile.rows, shape.heads).tokens
-        lists = union_lists(block_indices, placement, num_keys, tokens=tokens)
+        # The lists of the forward, so that a program of both makes them once.
+        before = _choose_forward(shape, num_keys, block_indices, placement, before_backward=True)
+        nobody = before.few if before.rests_only_with(way) else None
+        lists = union_lists(block_indices, placement, num_keys, tokens=tokens, unless=nobody)
         d_query, products, delta = selected_query_gradient(
             *arrays, way.of_tiles(lists), placement.config, given, scale=scale,
             one_block=placement.tile_in_one_block(tokens), may_rest=way.few is not None, sizes=tile,
@@ -163,11 +162,31 @@ class _Way(NamedTuple):
         """Whether the kernels of tiles are started."""
         return self.parts is None or self.few is not None
 
+    def rests_only_with(self, other: "_Way") -> bool:
+        """Whether the tiles of the other way are known to do nothing where those of this one do nothing."""
+        if self.few is None or self.parts is None or other.parts is None:
+            return False
+        return self.parts.most_shared <= other.parts.most_shared
+
     def of_tiles(self, lists: UnionLists) -> UnionLists:
         """The lists that they are given: counts of -1 where the others do the work."""
         if self.few is None:
             return lists
         return lists._replace(counts=jnp.where(self.few, -1, lists.counts))
+
+
+def _choose_forward(
+    shape: Shape,
+    num_keys: int,
+    block_indices: Int32[Array, "B T K R"],
+    placement: Placement,
+    before_backward: bool,
+) -> _Way:
+    """The way of `attend_selected`."""
+    return _choose_way(
+        find_sizes(OUTPUT_PARTS, shape), num_keys, block_indices, placement,
+        fewest_asked=FEWEST_ASKED_FORWARD, before_backward=before_backward,
+    )  # fmt: skip
 
 
 def _choose_way(

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from nsa_jax.array_typing import Array, Bool, Int
 
-SAMPLED_TILES = 256  # of neighbours in a row of the batch
+SAMPLED_TILES = 64  # of neighbours in a row of the batch
 
 
 def shares_less(block_indices: Int[Array, "B T K R"], tokens: int, than: float) -> Bool[Array, ""]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from nsa_jax.array_typing import Array, Int, Int32
+from nsa_jax.array_typing import Array, Bool, Int, Int32
 from nsa_jax.kernels.triton.dims import TileRows, rows_of_tile
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.layout import Placement
@@ -65,11 +65,13 @@ def union_lists(
     *,
     tokens: int,
     block_size: int | None = None,
+    unless: Bool[Array, ""] | None = None,
 ) -> UnionLists:
     """Merges the blocks of each tile of `tokens` neighbouring queries, 1 to 32.
 
     A block that begins after its query is dropped, because the query sees none of its keys.
-    `block_size` is that of the indices, where it is not `selection_block_size`.
+    `block_size` is that of the indices, where it is not `selection_block_size`. With `unless`, and where it
+    is true, nothing is merged: counts are -1, all else is arbitrary.
     """
     batch, num_queries, num_kv_heads, slots = block_indices.shape
     if not 1 <= tokens <= 32:
@@ -86,6 +88,7 @@ def union_lists(
     per_tile = like(rows, entries.shape[:3])
     starts, members, counts, unmasked = launch(
         union_lists_kernel, block_indices.astype(jnp.int32), rows, placement.sequence_start,
+        None if unless is None else unless.astype(jnp.int32),
         out=(entries, entries, per_tile, per_tile),
         grid=(tiles, batch * num_kv_heads),
         num_warps=max(1, min(8, padded_tokens * padded_slots // PAIRS_OF_A_WARP)),
@@ -103,12 +106,16 @@ def _join(start_a, members_a, start_b, members_b):
 
 @triton.jit(repr=named("nsa_union_lists"))
 def union_lists_kernel(
-    block_indices, rows, sequence_starts, starts, members, counts, unmasked, num_queries,
+    block_indices, rows, sequence_starts, unless, starts, members, counts, unmasked, num_queries,
     KV_HEADS: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr, TOKENS: tl.constexpr,
     PADDED_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The list of one tile of queries and KV head."""
     tile = tl.program_id(0)
+    this = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
+    if unless is not None and tl.load(unless) != 0:
+        tl.store(counts + this, -1)
+        return
     b = tl.program_id(1) // KV_HEADS
     head = tl.program_id(1) % KV_HEADS
     SIZE: tl.constexpr = PADDED_TOKENS * PADDED_SLOTS
@@ -132,7 +139,6 @@ def union_lists_kernel(
         (start != tl.gather(start, tl.minimum(i + 1, SIZE - 1), 0)) | (i == SIZE - 1)
     )
     end = ends.to(tl.int32)
-    this = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
     to = this * (TOKENS * SLOTS) + tl.cumsum(end, 0) - 1
     tl.store(starts + to, start, mask=ends)
     tl.store(members + to, member, mask=ends)
