@@ -880,7 +880,7 @@ def test_wrong_targets_have_no_speed(monkeypatch, capsys):
 def traced(run, arguments, **_) -> timing.Compiled:
     """In place of `timing.compile_for`: nothing is compiled, and nothing runs."""
     jax.eval_shape(run, *arguments)
-    return timing.Compiled(lambda: None, (), 0.0, 0, 0)
+    return timing.Compiled(lambda *given: given[:3], (), 0.0, 0, 0)
 
 
 @pytest.fixture
@@ -925,6 +925,14 @@ def test_training_writes_a_row_of_each_attention(monkeypatch, tmp_path, capsys):
     assert "| 70 | nsa (xla) | " in tables.markdown(records.read(path))
     ratio = rows[1]["median_ms"] / rows[0]["median_ms"]
     assert summary["dense_over_nsa"]["70"] == pytest.approx(ratio, abs=1e-3)
+
+
+def test_a_training_step_goes_on_from_the_last_one():
+    step = timing.Compiled(lambda state, moments, x, y: (state + x, moments * y, state), (), 0.0, 0, 0)
+    steps = training.Training(step, (0, 1), (3, 2))
+
+    assert [steps.start() for _ in range(3)] == [0, 3, 6]
+    assert steps.held == (9, 8)
 
 
 PARALLEL = ["--lengths", "256", "--distributions", "random", "--modes", "fwd", "--kv-heads", "1"]
