@@ -31,10 +31,8 @@ except ImportError as error:
 
 # It learns next to nothing, so that each step selects as the first one does: what it costs depends on that.
 OPTIMIZER = optax.adamw(1e-12)
-
-
-# Steps of one sample on a GPU take so long together, because the host queues them ahead, as a training loop
-# does: to hand a program some thousand parameters takes it tens of milliseconds.
+# Least length of a sample on a GPU. The host queues its steps ahead, as a training loop does, because to hand
+# over some thousand parameters takes tens of milliseconds.
 SAMPLE_S = 2.0
 
 

@@ -70,9 +70,8 @@ class ResidualMLP(NamedTuple):
     ) -> Float[Array, "B m K D"]:
         """Computes one key (or value) for each block of rows that are one sequence each.
 
-        The same function of the tokens as a call with their windows, but a token that is in several blocks is
-        read once, and the products of a stride with each part of `kernel_in` are one product. A block adds
-        up those of its own strides, so windows are never formed.
+        The same function of the tokens as a call with their windows, which are never formed: a stride is
+        multiplied once, by all parts of `kernel_in` side by side, and a block adds up what its strides give.
 
         Args:
           strides: tokens of each stride, un-rotated. Block `j` is the `l / d` strides from number `j` on.

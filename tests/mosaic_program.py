@@ -25,10 +25,12 @@ from nsa_jax import NSAConfig, layout, reference
 from nsa_jax.budget import allowance, distance
 from nsa_jax.kernels.mosaic_gpu import sizes
 from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays, KeySums, QueryParts
+from nsa_jax.kernels.mosaic_gpu.query_gradient import query_gradient
+from nsa_jax.kernels.mosaic_gpu.range_visits import RangeVisits
 from nsa_jax.kernels.mosaic_gpu.selected_key_gradients import selected_key_gradients
-from nsa_jax.kernels.mosaic_gpu.selected_query_gradient import selected_query_gradient
 from nsa_jax.kernels.mosaic_gpu.unstable import Form
 from nsa_jax.kernels.triton.backward import Backward
+from nsa_jax.kernels.triton.ranges import causal_ranges, compression_ranges, window_ranges
 
 
 class Case(NamedTuple):
@@ -72,6 +74,94 @@ def choose(case: Case, placed) -> np.ndarray:
         some = np.unique(np.append(some[:-1], own) if t % 7 else some)
         blocks[b, t, k, : len(some)] = some
     return blocks
+
+
+def by_reference(attend, query, key, value, d_out, shift, weight, previous) -> dict[str, jax.Array]:
+    """Results and gradients in the dtype of the arrays; `shift` is the cotangent of the log-sum-exps."""
+
+    @jax.jit
+    def evaluate(*arrays):
+        def both(*arrays):
+            out, lse = attend(*arrays)
+            weighted = out if weight is None else out * weight[..., None].astype(out.dtype)
+            return (weighted, lse), out
+
+        (_, lse), pull_back, out = jax.vjp(both, *arrays, has_aux=True)
+        d_query, d_key, d_value = pull_back((d_out, jnp.where(jnp.isfinite(lse), shift, 0)))
+        more = 0 if previous is None else previous
+        products = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1)
+        return dict(out=out, lse=lse, d_query=d_query + more, d_key=d_key, d_value=d_value, products=products)
+
+    return evaluate(query, key, value)
+
+
+class RangeCase(NamedTuple):
+    branch: str
+    queries: int
+    heads: int = 16  # query heads of a KV head
+    kv_heads: int = 1
+    batch: int = 1
+    keys: int = 32  # of a step
+    bare: bool = False
+    processors: int = 1
+
+
+RANGES = {
+    "window": RangeCase("window", 120, processors=3),
+    "window_of_twelve_heads": RangeCase("window", 75, heads=12, kv_heads=2, batch=2, bare=True),
+    "compressed": RangeCase("compressed", 190),
+    "causal": RangeCase("causal", 70, heads=4, kv_heads=2, bare=True, processors=2),
+}
+
+
+def main_of_range(case: RangeCase) -> dict[str, float]:
+    """Error over allowance of what the gradient of the queries of a range gives."""
+    batch, length, dim = case.batch, case.queries, 64
+    config = NSAConfig(
+        compression_block_size=4, compression_stride=2, selection_block_size=4, num_selected_blocks=length,
+        window_size=length if case.branch == "causal" else 45,
+    )  # fmt: skip
+    compressed = case.branch == "compressed"
+    num_keys = layout.num_compression_blocks(length, config) if compressed else length
+    random = np.random.default_rng(7)
+    num_heads = case.heads * case.kv_heads
+    query, key, value, d_out = (
+        random.standard_normal((batch, tokens, heads, dim)).astype(jnp.bfloat16)
+        for tokens, heads in ((length, num_heads), *[(num_keys, case.kv_heads)] * 2, (length, num_heads))
+    )
+    shape = query.shape[:3]
+    weight = None if case.bare else random.uniform(0.2, 1.5, shape).astype(np.float32)
+    d_lse = None if case.bare else random.standard_normal(shape).astype(np.float32)
+    previous = None if case.bare else random.standard_normal(query.shape).astype(jnp.bfloat16)
+    shift = np.zeros(shape, np.float32) if d_lse is None else d_lse
+    operation = reference.compressed_attention if compressed else reference.window_attention
+
+    def attend(*arrays):
+        return operation(*arrays, config=config)[:2]
+
+    same = by_reference(attend, query, key, value, d_out, shift, weight, previous)
+    ranges_of = dict(compressed=compression_ranges, window=window_ranges, causal=causal_ranges)[case.branch]
+    ranges = ranges_of(layout.place(config, batch=batch, num_queries=length, num_keys=length), num_keys)
+    at = np.arange(num_keys)
+    seen = (at >= np.asarray(ranges.start)[..., None]) & (at < np.asarray(ranges.end)[..., None])
+    arrays = query, key, value, seen[:, :, None], dim**-0.5, d_out, shift, weight, previous
+    expected = plain_attention.with_gradients(*arrays, dtype=np.float32)
+    visits = RangeVisits(ranges.edges, length, num_keys, sizes.tile_tokens(case.heads), case.keys)
+
+    with triton_compile.device(90):
+        given = Backward(same["out"], expected["lse"], d_out, d_lse, weight, previous)
+        of_queries = functools.partial(
+            query_gradient, lists=visits, last_keys=ranges.end - 1, given=given, first_keys=ranges.start,
+            branch=ranges.edges.branch, scale=dim**-0.5, block_size=case.keys,
+            form=Form.INTERPRETED, interpret=plgpu.InterpretGPUParams(detect_races=True),
+            processors=case.processors,
+        )  # fmt: skip
+        d_query, products, _ = jax.jit(of_queries)(query, key, value)
+    wrong = {"races of d_query": float(gpu_callbacks.get_races().races_found)}
+    for name, x in dict(d_query=d_query, products=products).items():
+        eps = float(jnp.finfo(jnp.bfloat16).eps)
+        wrong[name] = distance(x, expected[name]) / allowance(same[name], expected[name], eps)
+    return wrong
 
 
 def main(case: Case) -> dict[str, float]:
@@ -120,23 +210,12 @@ def main(case: Case) -> dict[str, float]:
     previous = None if case.bare else draw(*query.shape)
     shift = np.zeros(shape, np.float32) if d_lse is None else d_lse
 
-    @jax.jit
-    def by_reference(*arrays):
-        def both(query, key, value):
-            out, lse = reference.selected_attention(
-                query, key, value, jnp.asarray(blocks), config=config, segment_ids=segments,
-                scale=known["scale"],
-            )[:2]  # fmt: skip
-            weighted = out if weight is None else out * weight[..., None].astype(out.dtype)
-            return (weighted, lse), out
+    def attend(query, key, value):
+        return reference.selected_attention(
+            query, key, value, jnp.asarray(blocks), config=config, segment_ids=segments, scale=known["scale"]
+        )[:2]
 
-        (_, lse), pull_back, out = jax.vjp(both, *arrays, has_aux=True)
-        d_query, d_key, d_value = pull_back((d_out, jnp.where(jnp.isfinite(lse), shift, 0)))
-        more = 0 if previous is None else previous
-        products = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1)
-        return dict(out=out, lse=lse, d_query=d_query + more, d_key=d_key, d_value=d_value, products=products)
-
-    same = by_reference(query, key, value)
+    same = by_reference(attend, query, key, value, d_out, shift, weight, previous)
     at = np.arange(num_keys) - starts[..., None]
     own = at[:, :, None, None] // case.block == blocks[..., None]
     seen = ((at >= 0) & (at <= position[..., None]))[:, :, None] & own.any(3)
@@ -146,9 +225,9 @@ def main(case: Case) -> dict[str, float]:
     with triton_compile.device(90):
         tile = sizes.gradient_sizes(key_dim, value_dim, case.block, aligned=aligned)
         given = Backward(same["out"], expected["lse"], d_out, d_lse, weight, previous)
-        d_query, products, delta = jax.jit(functools.partial(selected_query_gradient, **known, **tiled))(
-            query, key, value, visits(tile), last, given
-        )
+        d_query, products, delta = jax.jit(
+            functools.partial(query_gradient, branch="selected", **known, **tiled)
+        )(query, key, value, visits(tile), last, given)
         jax.block_until_ready(d_query)
         wrong["races of d_query"] = float(gpu_callbacks.get_races().races_found)
         items, partials = items_by_loops(
@@ -221,4 +300,6 @@ def cut_rings() -> None:
 
 if __name__ == "__main__":
     cut_rings()
-    print(json.dumps({name: main(CASES[name]) for name in sys.argv[1:]}))
+    run = {name: functools.partial(main, case) for name, case in CASES.items()}
+    run |= {name: functools.partial(main_of_range, case) for name, case in RANGES.items()}
+    print(json.dumps({name: run[name]() for name in sys.argv[1:]}))

@@ -23,8 +23,12 @@ from nsa_jax import NSAConfig, layout
 from nsa_jax.kernels.mosaic_gpu import operations as by_mosaic
 from nsa_jax.kernels.mosaic_gpu import support, unstable
 from nsa_jax.kernels.triton.backward import Backward
+from nsa_jax.kernels.triton.ranges import causal_ranges, compression_ranges, window_ranges
 
 KERNELS = tuple(f"nsa_selected_{name}_mosaic" for name in ("query_gradient", "key_gradients"))
+# Of the other branches: gradients of queries, by the kernel that the first of these is.
+RANGE_KERNELS = tuple(f"nsa_{branch}_query_gradient_mosaic" for branch in ("compressed", "window"))
+EVERY = {*KERNELS, *RANGE_KERNELS, "nsa_selected_causal_query_gradient_mosaic"}
 LINKED = support.links(jaxlib.__version__)
 # Shape: query heads, KV heads, dims, block, options. Bytes spilled by d_query and d_key at most.
 SHAPES = {
@@ -96,6 +100,34 @@ def test_kernels_share_registers_and_spill_no_more_than_known(name, capfd, monke
 
 
 @pytest.mark.slow
+def test_gradients_of_ranges_spill_no_more_than_known(capfd, monkeypatch):
+    monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
+    config, length, d = NSAConfig(), 1100, 128
+
+    def of_branch(ranges_of, num_keys):
+        def gradients(query, key, value, out, lse, previous):
+            placed = layout.place(config, batch=1, num_queries=length, num_keys=length)
+            given = Backward(out, lse, out, gate=lse, previous=previous)
+            return by_mosaic.range_gradients(
+                query, key, value, ranges_of(placed, num_keys), given, scale=0.1
+            ).query
+
+        of_query, of_keys = (1, length, 64, d), (1, num_keys, 4, d)
+        arrays = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in (of_query, of_keys, of_keys, of_query)]
+        lse = jax.ShapeDtypeStruct(of_query[:3], "float32")
+        triton_compile.compile_for_h100(gradients, *arrays, lse, arrays[0])
+
+    of_branch(compression_ranges, 67)
+    of_branch(window_ranges, length)
+    of_branch(causal_ranges, length)
+
+    found = {name: numbers for name, *numbers in reports("".join(capfd.readouterr()))}
+    assert found.keys() == EVERY - {*KERNELS}
+    most = 448 if LINKED else 0
+    assert not {name: x for name, x in found.items() if x[0] > 168 or x[1] > most}, found
+
+
+@pytest.mark.slow
 def test_kernels_compile_with_the_public_api_alone(capfd, monkeypatch):
     def renamed():
         raise AttributeError("as if a new JAX had renamed it")
@@ -131,6 +163,6 @@ def test_whole_operation_takes_the_gradients_of_this_branch_from_mosaic():
     with triton_compile.device(90):
         launched = [x.params.get("name") for x in equations(jax.make_jaxpr(gradients)(*arrays).jaxpr)]
 
-    assert sorted(name for name in launched if str(name).endswith("_mosaic")) == sorted(KERNELS)
+    assert sorted(x for x in launched if str(x).endswith("_mosaic")) == sorted(KERNELS + RANGE_KERNELS)
     assert "nsa_selected_forward" in launched  # Triton's
     assert not {"nsa_selected_query_gradient", "nsa_selected_key_gradients"} & {*launched}

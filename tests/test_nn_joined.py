@@ -1,5 +1,7 @@
 """Projections of one input as one product: what it computes, how often, and what stays apart."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,6 +115,46 @@ def test_wide_products_stay_apart(head_dim):
         layer = randomised(abstract(DenseAttention, 4, WIDTH, **sizes))
 
         assert num_products(joined.projected_together, layer, X) == (3 if head_dim == 256 else 1)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "devices", "apart"), [(None, 1, False), (None, 2, True), ({}, 2, False)]
+)
+def test_what_devices_may_divide_stays_apart(metadata, devices, apart, monkeypatch):
+    """A trace shows no axes that are not explicit. A layer that was given a sharding says what is whole."""
+    mesh = jax.make_mesh((1,), ("tensor",), axis_types=(AxisType.Auto,))
+    with contextlib.nullcontext() if metadata is None else jax.set_mesh(mesh):
+        layer = NSAAttention(4, WIDTH, num_kv_heads=2, sharding=metadata, rngs=nnx.Rngs(0))
+        monkeypatch.setattr(jax, "device_count", lambda: devices)
+
+        found = num_products(joined.projected_together, layer, jnp.asarray(X, jnp.float32))
+
+    assert found == (8 if apart else 1) + 1
+
+
+def test_gradients_in_16_bits_are_as_exact():
+    """On a CPU a product that summed over two axes of tokens lost most of its digits."""
+    layer = randomised(abstract(DenseAttention, 4, 128, num_kv_heads=2, param_dtype=jnp.float32))
+    graph, state = nnx.split(layer)
+    x = random(4, 100, 128)
+
+    def of_kernels(way, dtype):
+        cast = lambda tree: jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), tree)  # noqa: E731
+
+        def loss(state, x):
+            made = products(way, nnx.merge(graph, state), x)
+            return sum(
+                (out * jnp.cos(jnp.arange(out.size)).reshape(out.shape).astype(dtype)).sum()
+                for out in made.values()
+            )
+
+        found = jax.jit(jax.grad(loss))(cast(state), cast(x))
+        return [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(found)]
+
+    exact = of_kernels(joined.projected, "float32")
+    together, apart = (of_kernels(way, "bfloat16") for way in (joined.projected_together, joined.projected))
+    errors = [[np.abs(a - b).max() for a, b in zip(exact, found, strict=True)] for found in (together, apart)]
+    assert max(errors[0]) <= 1.5 * max(errors[1])
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])

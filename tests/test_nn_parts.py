@@ -62,8 +62,13 @@ def test_wrong_parts(options, error, message):
     [
         (dict(compressor=lambda *_, rngs: lambda blocks: blocks.mean(1)), r"\[B, m, K, H\], got .* Make it"),
         (dict(gate=lambda *_, rngs: lambda x: x), r"\[B, T, N, 3\], got \(2, 9, 12\) .* with 4 query heads"),
+        (dict(gate=lambda *_, rngs: Gate(24, 4, rngs=rngs)), "as wide as the gate, 24, got 12"),
+        (
+            dict(gate=lambda *_, rngs: Gate(12, 1, rngs=rngs)),
+            r"\[B, T, N, 3\], got \(2, 9, 1, 3\) .* 4 query heads",
+        ),
     ],
-    ids=["compressor", "gate"],
+    ids=["compressor", "gate", "wider gate", "gate of one head"],
 )
 def test_parts_of_other_shapes(options, message):
     config = dict(config=CONFIG)

@@ -120,7 +120,7 @@ def test_only_calls_that_gain_come_in_parts(shape, expected):
     ids=["both_ways", "forward_by_tiles", "backward_by_tiles"],
 )
 def test_lists_are_not_made_where_nobody_reads_them(shape, expected):
-    """Their launches have an operand more, which says so, and XLA makes those of both passes once."""
+    """Their launches have an operand more, which says so."""
     function, arrays = program(**shape)
     with triton_compile.device(90):
         found = [*equations(jax.make_jaxpr(function)(*arrays).jaxpr)]

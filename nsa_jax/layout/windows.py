@@ -43,13 +43,14 @@ def token_windows(
 
 
 def token_strides(x: Float[Array, "B S K H"], config: NSAConfig) -> Float[Array, "B n d K H"]:
-    """Cuts rows into strides of `d` tokens, without the tokens after the last whole one.
+    """Cuts rows into strides of `d` tokens, without tokens that are in no compression block.
 
-    In rows of one sequence each, compression block `j` is the `l / d` strides from number `j` on.
+    In rows of one sequence each, block `j` is the `l / d` strides from number `j` on.
     """
     batch, length, *rest = x.shape
     stride = config.compression_stride
-    return x[:, : length // stride * stride].reshape(batch, length // stride, stride, *rest)
+    number = length // stride if num_compression_blocks(length, config) else 0
+    return x[:, : number * stride].reshape(batch, number, stride, *rest)
 
 
 def first_tokens(

@@ -24,7 +24,15 @@ from nsa_jax.nn.distillation import Target
 from nsa_jax.nn.gate import Gate
 from nsa_jax.nn.joined import beside, projected_together
 from nsa_jax.nn.operands import Operands, Selection
-from nsa_jax.nn.parts import MakeCompressor, MakeGate, check_parts, make_compressor, make_gate, weigh
+from nsa_jax.nn.parts import (
+    MakeCompressor,
+    MakeGate,
+    check_parts,
+    check_weights,
+    make_compressor,
+    make_gate,
+    weigh,
+)
 from nsa_jax.nn.projections import (
     NORM_EPSILON,
     Sharding,
@@ -496,6 +504,7 @@ class NSAAttention(NSACacheSteps):
             if "gate" in made:
                 assert isinstance(self.gate, Gate)
                 gates = self.gate.of_hidden(made["gate"])
+                check_weights(gates, x, self.num_heads, self.branches)
             else:
                 gates = weigh(self.gate, beside(self, x), self.num_heads, self.branches)
             gates = gates.astype(query.dtype)

@@ -1,11 +1,9 @@
 """One product in the place of several with the same input.
 
-On a GPU XLA joins products with the same input by itself, because one large product is faster. But not their
-gradients: that of the input stays a sum of products, each written and read once more. `projected_together`
-joins them for a call, with its gradients.
-
-And XLA lays the kernels side by side where the products are, so in each step of a loop that writes text.
-`join` does that once.
+On a GPU XLA joins products with the same input by itself, because one large product is faster. Two things
+remain. It does not join their gradients: that of the input is a sum of products, each of which is written and
+read once more. So `projected_together` joins them for a call, with its gradients. And it lays the kernels
+side by side where the products are, so in each step of a loop that writes text. `join` does that once.
 
 Kernels whose columns are divided over devices, as by heads, are joined by each device for itself: its columns
 of all of them lie side by side. So nothing is moved, neither then nor when their products are cut apart.
@@ -28,7 +26,8 @@ from nsa_jax.nn.gate import Gate
 from nsa_jax.nn.indexer import Indexer
 from nsa_jax.nn.place import Place, place_of
 
-# Products this wide take their time for arithmetic: one in their place is no faster, and needs more memory.
+# If all products are this wide, they take their time for arithmetic: one in their place was no faster on an
+# H200, and took more memory. With some of 192 columns it was faster.
 ENOUGH_COLUMNS = 512
 # Joined kernels are filled up with zeros to a multiple of this. XLA pads others itself, in each step.
 WIDTH_MULTIPLE = 128
@@ -103,11 +102,13 @@ def projected(module: Any, x: Float[Array, "B T D"], names: Iterable[str] = ()) 
 
 
 def projected_together(module: Any, x: Float[Array, "B T D"], names: Sequence[str]) -> dict[str, Array]:
-    """`projected`, as one product, which has one product as the gradient of `x`. A `Gate` is joined, too.
+    """`projected`, by one product, whose gradients are one product each. A `Gate` is joined, too.
 
-    Those stay apart that compute otherwise than the first one does, or that devices divide. And all do where
-    each has `ENOUGH_COLUMNS`, or where there are fewer tokens than features: to lay the kernels side by side
-    would then be most of the work.
+    Apart stays what computes otherwise than the first projection, or is, or may be, divided over devices. All
+    stay apart where each has `ENOUGH_COLUMNS`, or where there are fewer tokens than features: to lay the
+    kernels side by side would then be most of the work.
+
+    What is joined is not called. If only some of the kernels learn, the gradient is still that of all.
     """
     if is_joined(module) or math.prod(x.shape[:-1]) < x.shape[-1]:
         return projected(module, x, names)
@@ -115,29 +116,53 @@ def projected_together(module: Any, x: Float[Array, "B T D"], names: Sequence[st
     if type(getattr(module, "gate", None)) is Gate:
         sources["gate"] = _of_gate(module.gate)
     first = sources[names[0]]
-    alike = {name: source for name, source in sources.items() if source and _are_alike(first, source)}
+    alike = {
+        name: source
+        for name, source in sources.items()
+        if source
+        and _are_alike(first, source)
+        and _is_whole(source)
+        and source.kernel.get_value().shape[0] == x.shape[-1]
+    }
     columns = [math.prod(source.kernel.get_value().shape[1:]) for source in alike.values()]
-    if len(alike) < 2 or first is None or first.place != Place() or min(columns) >= ENOUGH_COLUMNS:
+    if len(alike) < 2 or min(columns) >= ENOUGH_COLUMNS:
         return projected(module, x, names)
     made = _in_one_product(x, alike)
     return made | projected(module, x, [name for name in names if name not in made])
 
 
-def _in_one_product(x: Float[Array, "B T D"], sources: Mapping[str, Source]) -> dict[str, Array]:
-    """The products by the names of their sources, which are alike and on no mesh."""
-    first, *_ = sources.values()
-    shapes = [source.kernel.get_value().shape[1:] for source in sources.values()]
-    kernel = jnp.concatenate(
-        [source.kernel[...].reshape(x.shape[-1], -1) for source in sources.values()], axis=1
+def _is_whole(source: Source) -> bool:
+    """Whether each device is known to have all of a kernel.
+
+    A trace shows how devices divide it over explicit axes alone. For others a parameter may say it.
+    """
+    if source.place != Place():
+        return False
+    value = source.kernel.get_value()
+    shown = not isinstance(value, jax.core.Tracer) or jax.typeof(value).sharding.mesh.explicit_axes
+    return (
+        bool(shown) or source.kernel.get_metadata("out_sharding", None) is not None or jax.device_count() == 1
     )
+
+
+def _in_one_product(x: Float[Array, "B T D"], sources: Mapping[str, Source]) -> dict[str, Array]:
+    """The products by the names of their sources, which are alike and whole."""
+    first, *_ = sources.values()
+    kernels = [source.kernel[...] for source in sources.values()]
+    shapes = [kernel.shape[1:] for kernel in kernels]
+    kernel = jnp.concatenate([kernel.reshape(len(kernel), -1) for kernel in kernels], axis=1)
     x, kernel, _ = products.promote_columns((x, kernel, None), dtype=first.dtype)
+    tokens = x.shape[:-1]
+    if not jax.typeof(x).sharding.mesh.explicit_axes:
+        x = x.reshape(-1, x.shape[-1])  # a CPU sums over two axes of tokens in 16 bits
+    out = jnp.matmul(x, kernel, precision=first.precision)
     ends = np.cumsum([math.prod(shape) for shape in shapes])
-    # The gradient of a split lays what it is given side by side; that of slices would add them up.
-    split = jnp.split(jnp.matmul(x, kernel, precision=first.precision), ends[:-1], axis=-1)
     made = {}
-    for (name, source), shape, own in zip(sources.items(), shapes, split, strict=True):
-        out = own.reshape(*own.shape[:-1], *shape)
-        made[name] = out if source.bias is None else out + source.bias[...].astype(out.dtype)
+    # The gradient of a split lays what it is given side by side; that of slices would add them up.
+    parts = zip(sources.items(), shapes, jnp.split(out, ends[:-1], axis=-1), strict=True)
+    for (name, source), shape, part in parts:
+        own = part.reshape(*tokens, *shape)
+        made[name] = own if source.bias is None else own + source.bias[...].astype(own.dtype)
     return made
 
 

@@ -103,16 +103,30 @@ def compress_rows(
     segment_ids: Int[Array, "B S"] | None,
 ) -> Float[Array, "B m K H"]:
     """`compress` of the blocks of whole rows. Only what is packed, or compressed by others, needs windows."""
-    if type(compressor) is Compressor and compressor.config == config and segment_ids is None:
+    if (
+        type(compressor) is Compressor
+        and _blocks(compressor.config) == _blocks(config)
+        and segment_ids is None
+    ):
         return compressor.of_rows(rows).astype(rows.dtype)
     return compress(compressor, token_windows(rows, config, segment_ids))
+
+
+def _blocks(config: NSAConfig) -> tuple[int, int]:
+    return config.compression_block_size, config.compression_stride
 
 
 def weigh(
     gate: GateFunction, x: Float[Array, "B T D"], num_heads: int, branches: tuple[Branch, ...]
 ) -> Float[Array, "B T N branches"]:
-    """Calls `gate`. Raises ValueError unless it returns a weight for each token, query head and branch."""
-    gates = gate(x)
+    """Calls `gate`. Raises as `check_weights`."""
+    return check_weights(gate(x), x, num_heads, branches)
+
+
+def check_weights(
+    gates: Array, x: Float[Array, "B T D"], num_heads: int, branches: tuple[Branch, ...]
+) -> Float[Array, "B T N branches"]:
+    """Returns the gates. Raises ValueError unless they are a weight for each token, query head and branch."""
     if gates.shape != (*x.shape[:2], num_heads, len(branches)):
         raise ValueError(
             f"a gate must map [B, T, D] to [B, T, N, {len(branches)}], got {gates.shape} for {x.shape} with "

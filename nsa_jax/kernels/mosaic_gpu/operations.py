@@ -1,8 +1,9 @@
-"""The operations with the gradients of the selected branch from `kernels.mosaic_gpu`, all else Triton's.
+"""The operations with gradients of the selected branch, and of queries, from `kernels.mosaic_gpu`.
 
-This is what `implementation="mosaic_gpu"` means: of each kernel the faster one. The lists of blocks are
-Triton kernels, and so is what computes results again that are not finite. A forward pass of the selected
-branch in Pallas was slower than Triton's, see `docs/kernel_log.md`.
+This is what `implementation="mosaic_gpu"` means: of each kernel the faster one, and all else is Triton's. The
+lists of blocks are Triton kernels, and so is what computes results again that are not finite. A forward pass
+of the selected branch in Pallas was slower than Triton's, and so were gradients of the keys of the other
+branches, see `docs/kernel_log.md`.
 """
 
 from functools import partial
@@ -15,8 +16,10 @@ from nsa_jax.array_typing import Array, Float, Int, Int32
 from nsa_jax.kernels.mosaic_gpu import sizes
 from nsa_jax.kernels.mosaic_gpu.gradients_in_parts import can_form_parts, gradients_in_parts, shares_little
 from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays
+from nsa_jax.kernels.mosaic_gpu.query_gradient import query_gradient
+from nsa_jax.kernels.mosaic_gpu.range_visits import RangeVisits
 from nsa_jax.kernels.mosaic_gpu.selected_key_gradients import selected_key_gradients
-from nsa_jax.kernels.mosaic_gpu.selected_query_gradient import selected_query_gradient
+from nsa_jax.kernels.mosaic_gpu.support import FEWEST_HEADS
 from nsa_jax.kernels.mosaic_gpu.unstable import best_form, drops_varying_axes
 from nsa_jax.kernels.mosaic_gpu.visits import VisitLists, visit_lists
 from nsa_jax.kernels.triton import operations
@@ -34,6 +37,9 @@ from nsa_jax.kernels.triton.operations import (
     top_blocks,
     window_attention,
 )
+from nsa_jax.kernels.triton.ranges import KeyRanges
+from nsa_jax.kernels.triton.ranges import range_gradients as ranges_by_triton
+from nsa_jax.kernels.triton.repaired import GradientsBy
 from nsa_jax.kernels.triton.selected.backward_key import join_items
 from nsa_jax.kernels.triton.selected.items import invert
 from nsa_jax.kernels.triton.selected.unions import last_rows, union_lists
@@ -102,8 +108,8 @@ def _gradients_by_kernels(
     tile = sizes.gradient_sizes(query.shape[3], value.shape[3], known["block_size"], aligned=known["aligned"])
     num_keys, last_keys = key.shape[1], last_rows(placement)
     lists = _visit_lists(block_indices, placement, num_keys, tokens, tile)
-    d_query, products, delta = selected_query_gradient(
-        query, key, value, lists, last_keys, given, scale=scale,
+    d_query, products, delta = query_gradient(
+        query, key, value, lists, last_keys, given, branch="selected", scale=scale,
         one_block=placement.tile_in_one_block(tokens), **known,
     )  # fmt: skip
     item = fitting_item(ITEM_QUERIES, block_indices.size, least=ITEM_QUERIES // 2)
@@ -111,6 +117,43 @@ def _gradients_by_kernels(
     arrays = KeyArrays.of(query, key, value, given, delta, aligned=known["aligned"])
     sums = selected_key_gradients(arrays, items, last_keys, scale=scale, **known)
     return d_query, *join_items(items, *sums), products, delta
+
+
+@drops_varying_axes
+def range_gradients(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    ranges: KeyRanges,
+    given: Backward,
+    *,
+    scale: float,
+) -> BranchGradients:
+    """As `triton.ranges.range_gradients`; where a row is one sequence, the gradient of queries in Pallas."""
+    fits = ranges.edges.first_position == 0 and key.shape[1] >= sizes.MOST_KEYS
+    if not fits or query.shape[2] < FEWEST_HEADS * key.shape[2]:
+        return ranges_by_triton(query, key, value, ranges, given, scale=scale)
+    return ranges_by_triton(
+        query, key, value, ranges, given, scale=scale, query_gradient=_range_query_gradient
+    )
+
+
+def _range_query_gradient(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    ranges: KeyRanges,
+    given: Backward,
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Float[Array, "B T N"]]:
+    tokens = sizes.tile_tokens(query.shape[2] // key.shape[2])
+    visits = RangeVisits(ranges.edges, query.shape[1], key.shape[1], tokens, sizes.MOST_KEYS)
+    return query_gradient(
+        query, key, value, visits, ranges.end - 1, given, branch=ranges.edges.branch, scale=scale,
+        block_size=sizes.MOST_KEYS, form=best_form(),
+        first_keys=None if ranges.edges.window is None else ranges.start,
+    )  # fmt: skip
 
 
 def _known(placement: Placement) -> dict[str, Any]:
@@ -136,5 +179,6 @@ def _visit_lists(
     return visit_lists(unions, tokens=tokens, warpgroups=sizes.CONSUMERS, longest_gap=tile.stages)
 
 
-selected_attention = partial(operations.selected_attention, gradients=selected_gradients)
-native_sparse_attention = partial(operations.native_sparse_attention, gradients=selected_gradients)
+BY_MOSAIC_GPU = GradientsBy(selected_gradients, range_gradients)
+selected_attention = partial(operations.selected_attention, gradients=BY_MOSAIC_GPU)
+native_sparse_attention = partial(operations.native_sparse_attention, gradients=BY_MOSAIC_GPU)

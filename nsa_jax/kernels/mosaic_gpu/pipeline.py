@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nsa_jax.array_typing import Array
 from nsa_jax.kernels.chip import num_processors
+from nsa_jax.kernels.mosaic_gpu.range_visits import RangeVisits
 from nsa_jax.kernels.mosaic_gpu.rows import Rows
 from nsa_jax.kernels.mosaic_gpu.sizes import CONSUMERS, REGISTERS, GradientSizes
 from nsa_jax.kernels.mosaic_gpu.tiles import i32, matrices
@@ -87,7 +88,7 @@ class Pipeline:
       warpgroup: which one runs.
       program: which one runs.
       tiles, sizes, form: of the kernel.
-      lists: the references to the lists.
+      lists: references to lists, or what computes their entries.
       k_s, v_s: keys and values of each place.
       k_full, v_full: barriers that a fill completes.
       k_free, v_free: barriers that the consumers of a place complete.
@@ -98,7 +99,7 @@ class Pipeline:
     tiles: Tiles
     sizes: GradientSizes
     form: Form
-    lists: VisitLists
+    lists: VisitLists | RangeVisits
     k_s: Ref
     v_s: Ref
     k_full: Ref
@@ -158,32 +159,30 @@ class Pipeline:
 
     def start_of(self, b: Array, head: Array, tile: Array, place: Array) -> Array:
         """Row index of the first key of a place."""
-        return lax.shift_right_logical(self.lists.fills[b, head, tile, place], CONSUMERS)
+        return lax.shift_right_logical(self.lists.fill((b, head, tile), place), CONSUMERS)
 
     def consumer_reads(self, x: Array) -> tuple[Array, Array, Array, Array]:
         """Number of visits to a tile, how many are masked, and the first two."""
-        b, head, tile = self.tiles.at(x)
-        visits = self.lists.counts[b, head, tile, 1 + 2 * self.warpgroup]
-        masked = self.lists.counts[b, head, tile, 2 + 2 * self.warpgroup]
-        mine: Ref = self.lists.visits.at[b, head, tile, self.warpgroup]
-        return visits, masked, mine[0], mine[jnp.minimum(1, visits - 1)]
+        at = self.tiles.at(x)
+        visits, masked = self.lists.num_visits(at, self.warpgroup)
+        this, then = (self.lists.visit(at, self.warpgroup, i) for i in (i32(0), jnp.minimum(1, visits - 1)))
+        return visits, masked, this, then
 
     def producer_reads(self, x: Array) -> tuple[Array, Array, Array]:
         """Number of fills of a tile, and the first two."""
-        b, head, tile = self.tiles.at(x)
-        count = self.lists.counts[b, head, tile, 0]
-        mine: Ref = self.lists.fills.at[b, head, tile]
-        return count, mine[0], mine[jnp.minimum(1, count - 1)]
+        at = self.tiles.at(x)
+        count = self.lists.num_fills(at)
+        return count, self.lists.fill(at, i32(0)), self.lists.fill(at, jnp.minimum(1, count - 1))
 
     def fill(self, key: Ref, value: Ref, x: Array, fill: Array, read: tuple[Array, Array, Array]) -> Array:
         """Copies the steps of a tile into the pipeline, from its first fill on. Returns their number."""
-        b, head, tile = self.tiles.at(x)
+        at = b, head, _ = self.tiles.at(x)
         count, this, then = read
         stages, form = self.sizes.stages, self.form
 
         def step(i, carry):
             this, then = carry
-            later = self.lists.fills[b, head, tile, jnp.minimum(i + 2, count - 1)]
+            later = self.lists.fill(at, jnp.minimum(i + 2, count - 1))
             start = lax.shift_right_logical(this, CONSUMERS)
             box = pl.ds(pl.multiple_of(start // 8 * 8, 8), self.sizes.box)
             slot = self.slot(fill + i)

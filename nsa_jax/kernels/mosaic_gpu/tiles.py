@@ -37,12 +37,13 @@ def across(numbers: Array, columns: int) -> Array:
     return lax.broadcast_in_dim(numbers, (ROWS, columns), [0])
 
 
-def seen(start: Array, last: Ref | None, sizes: GradientSizes, aligned: bool) -> Array:
+def seen(start: Array, last: Ref | None, first: Ref | None, sizes: GradientSizes, aligned: bool) -> Array:
     """Which keys of a box each row sees, where it may not see all.
 
     Args:
       start: row index of the first key of the step.
       last: row index of the last key that each row sees; None where all are before it.
+      first: row index of the first key that each row sees, in aligned boxes; None where none is before it.
       sizes: of the kernel.
       aligned: whether the step begins at the first key of its box.
     """
@@ -50,7 +51,11 @@ def seen(start: Array, last: Ref | None, sizes: GradientSizes, aligned: bool) ->
     row = None if last is None else plgpu.load(last, layout=BY_ROW, optimized=False)
     if aligned:
         assert row is not None, "aligned boxes end at the last key of their block"
-        return column + start <= across(row, sizes.box)
+        found = column + start <= across(row, sizes.box)
+        if first is None:
+            return found
+        lowest = plgpu.load(first, layout=BY_ROW, optimized=False)
+        return found & (column + start >= across(lowest, sizes.box))
     key = (column - start % 8).astype(jnp.uint32)  # of the step; those before it become large
     if row is None:
         return key < sizes.keys

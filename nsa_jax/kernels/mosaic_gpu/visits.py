@@ -10,7 +10,7 @@ begins at place 0.
 Blocks that need the causal mask come first, in both lists. `12 tokens R` bytes a tile at two warpgroups.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -22,8 +22,13 @@ from nsa_jax.kernels.triton.selected.unions import UnionLists
 MEMBER_BITS = 16  # of an entry of a consumer: its members above, the place in the pipeline below
 
 
+type TilePlace = tuple[Any, Any, Any]  # row of the batch, KV head, tile of that head
+
+
 class VisitLists(NamedTuple):
     """What producer and consumers of each tile loop over; entries from a count on are arbitrary.
+
+    In a kernel it holds references, and its methods read them.
 
     Attributes:
       fills: row index of the first key of each block times 2 to the power of the warpgroups; bit `w` says
@@ -37,6 +42,22 @@ class VisitLists(NamedTuple):
     fills: Int32[Array, "B K tiles size"]
     visits: Int32[Array, "B K tiles warpgroups size"]
     counts: Int32[Array, "B K tiles fields"]
+
+    def num_fills(self, at: TilePlace) -> Any:
+        """Number of fills of a tile."""
+        return self.counts[*at, 0]
+
+    def fill(self, at: TilePlace, place: Any) -> Any:
+        """An entry of `fills`."""
+        return self.fills[*at, place]
+
+    def num_visits(self, at: TilePlace, warpgroup: Any) -> tuple[Any, Any]:
+        """Number of visits of a warpgroup, and how many of them may need a mask."""
+        return self.counts[*at, 1 + 2 * warpgroup], self.counts[*at, 2 + 2 * warpgroup]
+
+    def visit(self, at: TilePlace, warpgroup: Any, number: Any) -> Any:
+        """An entry of `visits`."""
+        return self.visits[*at, warpgroup, number]
 
 
 def visit_lists(lists: UnionLists, *, tokens: int, warpgroups: int, longest_gap: int) -> VisitLists:

@@ -39,17 +39,17 @@ from nsa_jax.kernels.triton.ranges import (
     causal_ranges,
     compression_ranges,
     forward,
-    range_gradients,
     window_ranges,
 )
 from nsa_jax.kernels.triton.repaired import (
-    SelectedGradients,
+    BY_TRITON,
+    GradientsBy,
     attend_blocks,
     attend_range,
     differentiate_blocks,
     differentiate_range,
 )
-from nsa_jax.kernels.triton.selected import attend_selected, selected_gradients
+from nsa_jax.kernels.triton.selected import attend_selected
 from nsa_jax.kernels.triton.selection import (
     choose_best,
     choose_blocks,
@@ -169,7 +169,7 @@ def selected_attention(
     scale: float,
     with_probabilities: bool = False,
     *,
-    gradients: SelectedGradients = selected_gradients,
+    gradients: GradientsBy = BY_TRITON,
 ) -> Attended | tuple[Attended, Float[Array, "B T K R"]]:
     """Attention over the tokens `s <= t` of the selected blocks (Eq. 12)."""
     arrays = query, key_slc, value_slc, block_indices, placement
@@ -234,7 +234,7 @@ def native_sparse_attention(
     scale: float,
     with_probabilities: bool = False,
     *,
-    gradients: SelectedGradients = selected_gradients,
+    gradients: GradientsBy = BY_TRITON,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B T K R"]]:
     """The three branches and their gated sum (Eq. 5), differentiated as one.
 
@@ -538,7 +538,7 @@ def _native_backward(scale, gradients, with_probabilities, residuals, cotangents
     d_out = cotangents[0]
     query, keys_values, gates, block_indices, placement, (cmp, slc, win) = residuals
     key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = keys_values
-    differentiate = _divisible(range_gradients, scale=scale)
+    differentiate = _divisible(gradients.ranges, scale=scale)
     gate_cmp, gate_slc, gate_win = (gates[..., branch].astype(jnp.float32) for branch in range(3))
     branches = _branches(keys_values, block_indices, placement)
 
@@ -556,7 +556,7 @@ def _native_backward(scale, gradients, with_probabilities, residuals, cotangents
         causal = causal_ranges(placement, key_slc.shape[1])
         of_slc = differentiate(query, key_slc, value_slc, causal, given)
     else:
-        selected = _divisible(gradients, scale=scale)
+        selected = _divisible(gradients.selected, scale=scale)
         of_slc = selected(query, key_slc, value_slc, block_indices, placement, given)
     d_slc = keys_of(1, of_slc, slc[1])
     given = Backward(win[0], win[1], d_out, gate=gate_win, previous=of_slc.query)

@@ -5,6 +5,7 @@ The kernels of a branch leave their results as they are, because three branches 
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.kernels.triton.backward import Backward, BranchGradients
@@ -19,10 +20,23 @@ from nsa_jax.kernels.triton.nonfinite import (
     visible_in_blocks,
 )
 from nsa_jax.kernels.triton.ranges import KeyRanges, attend_ranges, range_gradients
-from nsa_jax.kernels.triton.selected import attend_selected
+from nsa_jax.kernels.triton.selected import attend_selected, selected_gradients
 from nsa_jax.layout import Placement
 
-type SelectedGradients = Callable[..., BranchGradients]  # as `selected.selected_gradients`
+
+class GradientsBy(NamedTuple):
+    """Who computes the gradients of branches.
+
+    Attributes:
+      selected: as `selected.selected_gradients`.
+      ranges: as `ranges.range_gradients`.
+    """
+
+    selected: Callable[..., BranchGradients]
+    ranges: Callable[..., BranchGradients]
+
+
+BY_TRITON = GradientsBy(selected_gradients, range_gradients)
 
 
 def attend_range(
@@ -92,11 +106,11 @@ def differentiate_blocks(
     given: Backward,
     *,
     scale: float,
-    gradients: SelectedGradients,
+    gradients: GradientsBy,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """Gradients of query, key and value of the selected branch, by `gradients`."""
     arrays = query, key, value, block_indices, placement
-    found = gradients(*arrays, given, scale=scale)
+    found = gradients.selected(*arrays, given, scale=scale)
     branch = Branch(key, value, visible_in_blocks(block_indices, placement, key.shape[1]))
     return _repair_one(found, query, branch, given, scale)
 

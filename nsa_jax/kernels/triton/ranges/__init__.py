@@ -4,6 +4,8 @@ These are the compressed and the window branch, and the selected branch of rows 
 query selects all blocks.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 
 from nsa_jax.array_typing import Array, Float
@@ -51,18 +53,20 @@ def range_gradients(
     given: Backward,
     *,
     scale: float,
+    query_gradient: Callable[..., tuple[Array, Array, Array]] = range_query_gradient,
 ) -> BranchGradients:
     """Gradients of such a branch; not searched for what is not finite.
 
     Args:
       query, key, value, ranges, scale: see `attend_ranges`.
       given: what it returned, searched, and the cotangents.
+      query_gradient: computes that of the queries, as the default does.
     """
     if key.shape[1] == 0:
         d_query = jnp.zeros_like(query) if given.previous is None else given.previous
         nothing = jnp.zeros_like(given.lse)
         return BranchGradients(d_query, jnp.zeros_like(key), jnp.zeros_like(value), nothing, nothing)
     operands = (query, key, value, ranges)
-    d_query, products, delta = range_query_gradient(*operands, given, scale=scale)
+    d_query, products, delta = query_gradient(*operands, given, scale=scale)
     d_keys = range_key_gradients(*operands, given, delta, scale=scale)
     return BranchGradients(d_query, *d_keys, products, delta)

@@ -119,9 +119,10 @@ def selected_gradients(
     if way.has_tiles:
         tile = choose_sizes(SELECTED_QUERY_GRADIENT, shape)
         tokens = rows_of_listed_tile(tile.rows, shape.heads).tokens
-        # The lists of the forward, so that a program of both makes them once.
         before = _choose_forward(shape, num_keys, block_indices, placement, before_backward=True)
-        nobody = before.few if before.rests_only_with(way) else None
+        nobody = way.few
+        if before.has_tiles:  # with the same lists, so that a program of both makes them once
+            nobody = before.few if before.rests_only_with(way) else None
         lists = union_lists(block_indices, placement, num_keys, tokens=tokens, unless=nobody)
         d_query, products, delta = selected_query_gradient(
             *arrays, way.of_tiles(lists), placement.config, given, scale=scale,
@@ -163,7 +164,7 @@ class _Way(NamedTuple):
         return self.parts is None or self.few is not None
 
     def rests_only_with(self, other: "_Way") -> bool:
-        """Whether the tiles of the other way are known to do nothing where those of this one do nothing."""
+        """Whether tiles of the other way are known to rest wherever those of this way rest."""
         if self.few is None or self.parts is None or other.parts is None:
             return False
         return self.parts.most_shared <= other.parts.most_shared

@@ -1,11 +1,11 @@
-"""Selected attention backward, gradient of the queries: one warpgroup loads keys, two compute.
+"""Gradient of the queries of a branch: one warpgroup loads keys, two compute.
 
-Source: the gradient of Eq. 12. grid = (multiprocessors,): `pipeline` says which tiles a program takes. A tile
-is 128 rows: query tokens times the heads of a KV head (8 tokens x 16 heads), half of them for each of two
-consumers, which loop over the blocks that their tokens chose, as the forward does. So the gradient stays in
-registers. `pipeline` has the producer. The probabilities are computed again from the stored log-sum-exp; a
-row that did not choose a block subtracts +inf instead, which makes them 0 without a mask. `previous`, the
-gradient from another branch, is added before rounding.
+Source: the gradients of Eq. 4 and 12. grid = (multiprocessors,): `pipeline` says which tiles a program takes.
+A tile is 128 rows: query tokens times the heads of a KV head (8 tokens x 16 heads), half of them for each of
+two consumers, which loop over the blocks that their tokens chose, or over a range of keys, as the forward
+does. So the gradient stays in registers. `pipeline` has the producer. The probabilities are computed again
+from the stored log-sum-exp; a row that did not choose a block subtracts +inf instead, which makes them 0
+without a mask. `previous`, the gradient from another branch, is added before rounding.
 
 A visit has three products: logits and, right behind them, `d_out v^T`; then `ds k`, which waits for both. The
 other consumer computes while one waits. Queries and `d_out` are left operands from registers: then products
@@ -33,6 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.kernels.mosaic_gpu import sizes as table
 from nsa_jax.kernels.mosaic_gpu.pipeline import PLACE, Pipeline, Tiles
+from nsa_jax.kernels.mosaic_gpu.range_visits import RangeVisits
 from nsa_jax.kernels.mosaic_gpu.rows import Rows
 from nsa_jax.kernels.mosaic_gpu.tiles import (
     LOG2_E,
@@ -57,17 +58,19 @@ class RowNumbers(NamedTuple):
     d_lse: Float[Array, "B K rows"] | None
 
 
-def selected_query_gradient(
+def query_gradient(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
-    lists: VisitLists,
+    lists: VisitLists | RangeVisits,
     last_keys: Int32[Array, "B T"],
     given: Backward,
     *,
+    branch: str,
     scale: float,
     block_size: int,
     form: Form,
+    first_keys: Int32[Array, "B T"] | None = None,
     aligned: bool = True,
     one_block: bool = False,
     interpret: Any = None,
@@ -78,11 +81,13 @@ def selected_query_gradient(
     Args:
       query, key, value, scale: see `nsa_jax.selected_attention`; 16-bit numbers.
       lists: the blocks of each tile of `sizes.tile_tokens(N // K)` tokens, in steps of the keys of
-        `sizes.gradient_sizes`; the longest gap is less than twice its stages.
+        `sizes.gradient_sizes`; the longest gap is less than twice its stages. Or the ranges of keys.
       last_keys: row index of the last key that each query sees, -1 where it sees nothing.
       given: what the forward returned, and the cotangents, all of them in the queries' dtype.
-      block_size: tokens of a selection block.
+      branch: its name, for that of the kernel.
+      block_size: tokens of a selection block; of a range, the keys of a step.
       form: by which means the kernel waits, see `unstable`.
+      first_keys: row index of the first key that each query sees, in aligned blocks; None for any.
       aligned: whether every block begins at a multiple of 8 keys.
       one_block: whether the queries of every tile are known to lie in one block.
       interpret: parameters of the interpreter; None on a GPU.
@@ -98,9 +103,8 @@ def selected_query_gradient(
     sizes = table.gradient_sizes(key_dim, value_dim, block_size, aligned=aligned)
     rows = Rows.of(query, num_kv_heads)
     tiles = Tiles.of(rows, processors)
-    assert lists.fills.shape[2] == rows.tiles, (
-        f"lists of {lists.fills.shape[2]} tiles, queries of {rows.tiles}"
-    )
+    assert isinstance(lists, RangeVisits) or lists.fills.shape[2] == rows.tiles, "lists of other tiles"
+    computed = lists if isinstance(lists, RangeVisits) else None
     single = one_block and block_size == sizes.keys
     keys, dtype = sizes.box, query.dtype
     for name, array in dict(key=key, value=value, out=out, d_out=d_out, previous=previous).items():
@@ -108,12 +112,13 @@ def selected_query_gradient(
     factor = float(scale) * LOG2_E
 
     def body(
-        q_ref, k_ref, v_ref, last_ref, lists, out_ref, d_out_ref, previous_ref, of_rows,
+        q_ref, k_ref, v_ref, last_ref, first_ref, listed, out_ref, d_out_ref, previous_ref, of_rows,
         d_query_ref, products_ref, delta_ref,
         *, q_s, d_out_s, q_copy, d_out_copy, ds_s, q_full, d_out_full, **in_pipeline,
     ):  # fmt: skip
         warpgroup = lax.axis_index("warpgroup")
         program = lax.axis_index("program")
+        lists = listed if computed is None else computed
         pipeline = Pipeline(warpgroup, program, tiles, sizes, form, lists, **in_pipeline)
         q_of_all, q_s, d_out_s = q_s, q_s.at[warpgroup], d_out_s.at[warpgroup]
         q_full, d_out_full = q_full.at[warpgroup], d_out_full.at[warpgroup]
@@ -156,8 +161,10 @@ def selected_query_gradient(
                 p = jnp.exp2(logits * factor - across(mine, keys))
                 if masks or not aligned:
                     start = pipeline.start_of(b, head, tile, visit & PLACE)
-                    last = last_ref.at[b, pl.ds(first_row, table.ROWS)] if masks else None
-                    p = jnp.where(seen(start, last, sizes, aligned), p, 0.0)
+                    rows_of = (b, pl.ds(first_row, table.ROWS))
+                    last = last_ref.at[rows_of] if masks else None
+                    first = first_ref.at[rows_of] if masks and first_ref is not None else None
+                    p = jnp.where(seen(start, last, first, sizes, aligned), p, 0.0)
                 return p
 
             def gradient(p, dp, delta):
@@ -224,7 +231,7 @@ def selected_query_gradient(
 
             def visit(i, carry, masks):
                 dq, this, before = carry
-                then = lists.visits[b, head, tile, warpgroup, jnp.minimum(i + 1, visits - 1)]
+                then = lists.visit((b, head, tile), warpgroup, jnp.minimum(i + 1, visits - 1))
                 place = this & PLACE
                 pipeline.pass_over(fill, before + 1, place)
                 slot = pipeline.slot(fill + place)
@@ -248,7 +255,7 @@ def selected_query_gradient(
                 carry = lax.fori_loop(1, masked, lambda i, c: visit(i, c, True), carry)
             carry = lax.fori_loop(1 if single else masked, visits, lambda i, c: visit(i, c, False), carry)
             dq, _, before = carry
-            fills = lists.counts[b, head, tile, 0]
+            fills = lists.num_fills((b, head, tile))
             pipeline.pass_over(fill, before + 1, fills)
 
             # A row whose log-sum-exp is NaN sees something.
@@ -298,12 +305,13 @@ def selected_query_gradient(
         return None if array is None else rows.arrange_numbers(array.astype(f32), beyond)
 
     d_query, products, delta = kernel(
-        body, "nsa_selected_query_gradient_mosaic", interpret,
+        body, f"nsa_{branch}_query_gradient_mosaic", interpret,
         out_type=(jax.ShapeDtypeStruct(rows.shape(key_dim), dtype), numbers, numbers if own_delta else None),
         grid=(tiles.programs,), grid_names=("program",), num_threads=table.CONSUMERS + 1,
         thread_name="warpgroup", scratch_types=scratch,
     )(
-        rows.arrange(query), whole_tiles(key), whole_tiles(value), rows.repeat(last_keys), lists,
+        rows.arrange(query), whole_tiles(key), whole_tiles(value), rows.repeat(last_keys),
+        None if first_keys is None else rows.repeat(first_keys), lists if computed is None else None,
         rows.arrange(out), rows.arrange(d_out), None if previous is None else rows.arrange(previous),
         RowNumbers(numbers_of(lse, -jnp.inf), numbers_of(gate), numbers_of(d_lse)),
     )  # fmt: skip
