@@ -129,9 +129,15 @@ def range_gradients(
     *,
     scale: float,
 ) -> BranchGradients:
-    """As `triton.ranges.range_gradients`; where a row is one sequence, the gradient of queries in Pallas."""
+    """As `triton.ranges.range_gradients`; where a row is one sequence, the gradient of queries in Pallas.
+
+    Not with few heads, nor where Triton's tiles hold more tokens, because they leave out heads that are
+    padding: that is up to 12.
+    """
+    heads = query.shape[2] // key.shape[2]
     fits = ranges.edges.first_position == 0 and key.shape[1] >= sizes.MOST_KEYS
-    if not fits or query.shape[2] < FEWEST_HEADS * key.shape[2]:
+    as_many_tokens = sizes.ROWS // heads == sizes.ROWS // sizes.padded_rows(heads)
+    if not fits or heads < FEWEST_HEADS or not as_many_tokens:
         return ranges_by_triton(query, key, value, ranges, given, scale=scale)
     return ranges_by_triton(
         query, key, value, ranges, given, scale=scale, query_gradient=_range_query_gradient
