@@ -79,9 +79,9 @@ def compile_step(
             return optax.apply_updates(state, updates), moments, value
 
         parameters = sum(x.size for x in jax.tree.leaves(state))
-        held, tokens = (state, OPTIMIZER.init(state)), (inputs, labels)
-        compiled = timing.compile_for(step, (*held, *tokens), donate=(0, 1))
-        return Training(dataclasses.replace(compiled, arguments=()), held, tokens), parameters
+        held = state, OPTIMIZER.init(state)
+        compiled = timing.compile_for(step, (*held, inputs, labels), donate=(0, 1))
+        return Training(dataclasses.replace(compiled, arguments=()), held, (inputs, labels)), parameters
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
