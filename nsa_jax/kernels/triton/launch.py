@@ -19,9 +19,8 @@ from nsa_jax.sharding.manual import vary, varying_axes
 
 follow_jax()
 _compile_kernel = getattr(triton_lib, "compile_ttir_to_ptx_inplace", None)
-if (
-    _compile_kernel is not None
-):  # another jax-triton, which has it elsewhere, neither keeps nor shares kernels
+# Of another jax-triton, which has its compiler elsewhere, kernels are neither kept nor shared.
+if _compile_kernel is not None:
     triton_lib.compile_ttir_to_ptx_inplace = sharing(keeping(_compile_kernel))
 
 MOST_PROGRAMS_Y = 65535  # CUDA's limit of a grid along y and z
