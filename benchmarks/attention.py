@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,9 @@ from nsa_jax.config import NSAConfig
 LEAST_LENGTH = 4  # the overlap of blocks is that of 4 adjacent tokens
 # The forward at 64k shows that time grows with T and not with T^2; its gradient would show the same again.
 CPU_LENGTHS = "4096 8192 16384 65536:fwd"
+# Least length of a sample on a GPU. The host queues calls ahead, as a training loop does. Until the first one
+# begins, the GPU waits for it: some 0.8 ms where a program launches 50 kernels, a fifth of such a call.
+SAMPLE_S = 0.25
 LARGEST_DENSE_ON_CPU = 16384  # there dense value_and_grad takes 1.5 minutes on 2 cores; at 64k, 16 times that
 
 
@@ -63,7 +66,8 @@ class Run(roofline.Run):
                     compiled[variant] = self._compiled(variant)
                 except (Refused, NotCoherent) as reason:
                     print(f"refused: {variant}: {reason}")
-            timings = self.in_turns(compiled, f"of {mode} at T={length}")
+            progress(f"measuring {len(compiled)} programs of {mode} at T={length}")
+            timings = self._in_turns({variant: program.start for variant, program in compiled.items()})
             for variant, program in compiled.items():
                 cost = roofline.cost(variant.operation, mode, variant.shape)
                 self.add(
@@ -72,6 +76,10 @@ class Run(roofline.Run):
                     **dataclasses.asdict(variant.shape), **self._draw(variant).fields,
                     **timings[variant].fields, **program.fields,
                 )  # fmt: skip
+
+    def _in_turns(self, runs: Mapping[Variant, Callable[[], Any]]) -> dict[Variant, timing.Timing]:
+        sample_s = SAMPLE_S if timing.least_sample_s() else 0.0
+        return timing.measure(runs, budget_s=self.options.budget_s, sample_s=sample_s) if runs else {}
 
     def compare(self) -> list[dict[str, Any]]:
         """Prints and returns the ratios to dense."""
