@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -66,8 +66,7 @@ class Run(roofline.Run):
                     compiled[variant] = self._compiled(variant)
                 except (Refused, NotCoherent) as reason:
                     print(f"refused: {variant}: {reason}")
-            progress(f"measuring {len(compiled)} programs of {mode} at T={length}")
-            timings = self._in_turns({variant: program.start for variant, program in compiled.items()})
+            timings = self._in_long_turns(compiled, f"of {mode} at T={length}")
             for variant, program in compiled.items():
                 cost = roofline.cost(variant.operation, mode, variant.shape)
                 self.add(
@@ -77,9 +76,16 @@ class Run(roofline.Run):
                     **timings[variant].fields, **program.fields,
                 )  # fmt: skip
 
-    def _in_turns(self, runs: Mapping[Variant, Callable[[], Any]]) -> dict[Variant, timing.Timing]:
+    def _in_long_turns(
+        self, programs: Mapping[Variant, timing.Compiled], what: str
+    ) -> dict[Variant, timing.Timing]:
+        """As `in_turns`, in longer samples on a GPU."""
+        if not programs:
+            return {}
+        progress(f"measuring {len(programs)} programs {what}")
+        runs = {variant: program.start for variant, program in programs.items()}
         sample_s = SAMPLE_S if timing.least_sample_s() else 0.0
-        return timing.measure(runs, budget_s=self.options.budget_s, sample_s=sample_s) if runs else {}
+        return timing.measure(runs, budget_s=self.options.budget_s, sample_s=sample_s)
 
     def compare(self) -> list[dict[str, Any]]:
         """Prints and returns the ratios to dense."""
