@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +23,6 @@ from nsa_jax.config import NSAConfig
 LEAST_LENGTH = 4  # the overlap of blocks is that of 4 adjacent tokens
 # The forward at 64k shows that time grows with T and not with T^2; its gradient would show the same again.
 CPU_LENGTHS = "4096 8192 16384 65536:fwd"
-# Least length of a sample on a GPU. The host queues calls ahead, as a training loop does. Until the first one
-# begins, the GPU waits for it: some 0.8 ms where a program launches 50 kernels, a fifth of such a call.
-SAMPLE_S = 0.25
 LARGEST_DENSE_ON_CPU = 16384  # there dense value_and_grad takes 1.5 minutes on 2 cores; at 64k, 16 times that
 
 
@@ -66,7 +63,7 @@ class Run(roofline.Run):
                     compiled[variant] = self._compiled(variant)
                 except (Refused, NotCoherent) as reason:
                     print(f"refused: {variant}: {reason}")
-            timings = self._in_long_turns(compiled, f"of {mode} at T={length}")
+            timings = self.in_turns(compiled, f"of {mode} at T={length}")
             for variant, program in compiled.items():
                 cost = roofline.cost(variant.operation, mode, variant.shape)
                 self.add(
@@ -75,17 +72,6 @@ class Run(roofline.Run):
                     **dataclasses.asdict(variant.shape), **self._draw(variant).fields,
                     **timings[variant].fields, **program.fields,
                 )  # fmt: skip
-
-    def _in_long_turns(
-        self, programs: Mapping[Variant, timing.Compiled], what: str
-    ) -> dict[Variant, timing.Timing]:
-        """As `in_turns`, in longer samples on a GPU."""
-        if not programs:
-            return {}
-        progress(f"measuring {len(programs)} programs {what}")
-        runs = {variant: program.start for variant, program in programs.items()}
-        sample_s = SAMPLE_S if timing.least_sample_s() else 0.0
-        return timing.measure(runs, budget_s=self.options.budget_s, sample_s=sample_s)
 
     def compare(self) -> list[dict[str, Any]]:
         """Prints and returns the ratios to dense."""

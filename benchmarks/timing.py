@@ -12,9 +12,9 @@ import numpy as np
 
 # A first run this long counts as a sample: page faults hardly matter in it, and another costs minutes.
 LONG_RUN_S = 20.0
-# Least length of a sample on a GPU. The host queues calls ahead, as a training loop does: to start a call and
-# to learn of its end takes it about 0.06 ms, up to a sixteenth of the measured operations.
-GPU_SAMPLE_S = 0.02
+# Least length of a sample on a GPU. The host queues calls ahead, as a training loop does. Until the first one
+# begins, the GPU waits for it: some 0.8 ms where a program launches 50 kernels, a fifth of such a call.
+GPU_SAMPLE_S = 0.25
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -26,6 +26,8 @@ from nsa_jax.budget import allowance, distance
 from nsa_jax.kernels.mosaic_gpu import sizes
 from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays, KeySums, QueryParts
 from nsa_jax.kernels.mosaic_gpu.query_gradient import query_gradient
+from nsa_jax.kernels.mosaic_gpu.range_forward import range_forward
+from nsa_jax.kernels.mosaic_gpu.range_key_gradients import TILE, range_key_gradients
 from nsa_jax.kernels.mosaic_gpu.range_visits import RangeVisits
 from nsa_jax.kernels.mosaic_gpu.selected_key_gradients import selected_key_gradients
 from nsa_jax.kernels.mosaic_gpu.unstable import Form
@@ -104,18 +106,21 @@ class RangeCase(NamedTuple):
     keys: int = 32  # of a step
     bare: bool = False
     processors: int = 1
+    segments: int = 1  # of the queries, for gradients of keys
+    forward_keys: int = 32  # of a step of the forward
 
 
 RANGES = {
     "window": RangeCase("window", 120, processors=3),
     "window_of_twelve_heads": RangeCase("window", 75, heads=12, kv_heads=2, batch=2, bare=True),
     "compressed": RangeCase("compressed", 190),
+    "compressed_in_segments": RangeCase("compressed", 290, segments=3, forward_keys=128),
     "causal": RangeCase("causal", 70, heads=4, kv_heads=2, bare=True, processors=2),
 }
 
 
 def main_of_range(case: RangeCase) -> dict[str, float]:
-    """Error over allowance of what the gradient of the queries of a range gives."""
+    """Error over allowance of each result of the kernels of a range."""
     batch, length, dim = case.batch, case.queries, 64
     config = NSAConfig(
         compression_block_size=4, compression_stride=2, selection_block_size=4, num_selected_blocks=length,
@@ -147,19 +152,43 @@ def main_of_range(case: RangeCase) -> dict[str, float]:
     arrays = query, key, value, seen[:, :, None], dim**-0.5, d_out, shift, weight, previous
     expected = plain_attention.with_gradients(*arrays, dtype=np.float32)
     visits = RangeVisits(ranges.edges, length, num_keys, sizes.tile_tokens(case.heads), case.keys)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
 
     with triton_compile.device(90):
         given = Backward(same["out"], expected["lse"], d_out, d_lse, weight, previous)
         of_queries = functools.partial(
             query_gradient, lists=visits, last_keys=ranges.end - 1, given=given, first_keys=ranges.start,
             branch=ranges.edges.branch, scale=dim**-0.5, block_size=case.keys,
-            form=Form.INTERPRETED, interpret=plgpu.InterpretGPUParams(detect_races=True),
-            processors=case.processors,
+            form=Form.INTERPRETED, interpret=interpret, processors=case.processors,
         )  # fmt: skip
-        d_query, products, _ = jax.jit(of_queries)(query, key, value)
-    wrong = {"races of d_query": float(gpu_callbacks.get_races().races_found)}
-    for name, x in dict(d_query=d_query, products=products).items():
-        eps = float(jnp.finfo(jnp.bfloat16).eps)
+        d_query, products, delta = jax.jit(of_queries)(query, key, value)
+        wrong = {"races of d_query": float(gpu_callbacks.get_races().races_found)}
+
+        @jax.jit
+        def of_keys(query, key, value):
+            arrays = KeyArrays.of(query, key, value, given, delta, aligned=True)
+            return range_key_gradients(
+                arrays, ranges.edges, segments=case.segments, scale=dim**-0.5, form=Form.INTERPRETED,
+                interpret=interpret, stages=2,
+            )  # fmt: skip
+
+        *sums, steps = of_keys(query, key, value)
+        wrong["races of d_key"] = float(gpu_callbacks.get_races().races_found)
+        found = dict(d_query=d_query, products=products)
+        if case.branch != "window":
+            sizes.FORWARD_KEYS = case.forward_keys
+            forward = functools.partial(
+                range_forward, edges=ranges.edges, last_keys=ranges.end - 1, scale=dim**-0.5,
+                form=Form.INTERPRETED, interpret=interpret, processors=case.processors,
+            )  # fmt: skip
+            found["out"], found["lse"] = jax.jit(forward)(query, key, value)
+            wrong["races of out"] = float(gpu_callbacks.get_races().races_found)
+    there = np.repeat(np.asarray(steps) > 0, TILE, axis=2).reshape(case.segments, batch, case.kv_heads, -1)
+    there = there.swapaxes(2, 3)[:, :, :num_keys, :, None]
+    for name, x in zip(("d_key", "d_value"), sums, strict=True):
+        found[name] = np.where(there, np.asarray(x, np.float32)[:, :, :num_keys], 0).sum(0)
+    for name, x in found.items():
+        eps = float(jnp.finfo(jnp.float32 if name == "lse" else jnp.bfloat16).eps)
         wrong[name] = distance(x, expected[name]) / allowance(same[name], expected[name], eps)
     return wrong
 

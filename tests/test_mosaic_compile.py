@@ -26,9 +26,18 @@ from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.ranges import causal_ranges, compression_ranges, window_ranges
 
 KERNELS = tuple(f"nsa_selected_{name}_mosaic" for name in ("query_gradient", "key_gradients"))
-# Of the other branches: gradients of queries, by the kernel that the first of these is.
-RANGE_KERNELS = tuple(f"nsa_{branch}_query_gradient_mosaic" for branch in ("compressed", "window"))
-EVERY = {*KERNELS, *RANGE_KERNELS, "nsa_selected_causal_query_gradient_mosaic"}
+RANGE_KERNELS = tuple(
+    f"nsa_{branch}_{name}_mosaic"
+    for branch in ("compressed", "window")
+    for name in ("query_gradient", "key_gradients")
+)
+FORWARD = "nsa_compressed_forward_mosaic"
+EVERY = {
+    *KERNELS,
+    *RANGE_KERNELS,
+    FORWARD,
+    *(x.replace("nsa_selected", "nsa_selected_causal") for x in KERNELS),
+}
 LINKED = support.links(jaxlib.__version__)
 # Shape: query heads, KV heads, dims, block, options. Bytes spilled by d_query and d_key at most.
 SHAPES = {
@@ -108,9 +117,8 @@ def test_gradients_of_ranges_spill_no_more_than_known(capfd, monkeypatch):
         def gradients(query, key, value, out, lse, previous):
             placed = layout.place(config, batch=1, num_queries=length, num_keys=length)
             given = Backward(out, lse, out, gate=lse, previous=previous)
-            return by_mosaic.range_gradients(
-                query, key, value, ranges_of(placed, num_keys), given, scale=0.1
-            ).query
+            arrays = query, key, value, ranges_of(placed, num_keys), given
+            return by_mosaic.range_gradients(*arrays, scale=0.1)
 
         of_query, of_keys = (1, length, 64, d), (1, num_keys, 4, d)
         arrays = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in (of_query, of_keys, of_keys, of_query)]
@@ -122,9 +130,30 @@ def test_gradients_of_ranges_spill_no_more_than_known(capfd, monkeypatch):
     of_branch(causal_ranges, length)
 
     found = {name: numbers for name, *numbers in reports("".join(capfd.readouterr()))}
-    assert found.keys() == EVERY - {*KERNELS}
-    most = 448 if LINKED else 0
-    assert not {name: x for name, x in found.items() if x[0] > 168 or x[1] > most}, found
+    assert found.keys() == EVERY - {*KERNELS, FORWARD}
+    most = {name: (448 if "query" in name else 1160) if LINKED else 0 for name in found}
+    assert not {name: x for name, x in found.items() if x[0] > 168 or x[1] > most[name]}, found
+
+
+@pytest.mark.slow
+def test_the_compressed_forward_spills_no_more_than_known(capfd, monkeypatch):
+    monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
+    length, num_keys, d = 8192, 511, 128
+
+    def attend(query, key, value):
+        placed = layout.place(NSAConfig(), batch=1, num_queries=length, num_keys=length)
+        ranges = compression_ranges(placed, num_keys)
+        return by_mosaic.attend_ranges(query, key, value, ranges, scale=0.1)
+
+    of_keys = jax.ShapeDtypeStruct((1, num_keys, 4, d), jnp.bfloat16)
+    triton_compile.compile_for_h100(
+        attend, jax.ShapeDtypeStruct((1, length, 64, d), jnp.bfloat16), of_keys, of_keys
+    )
+
+    ((name, registers, spilled),) = reports("".join(capfd.readouterr()))
+    assert name == FORWARD
+    assert registers <= 168
+    assert spilled <= (1000 if LINKED else 0)
 
 
 @pytest.mark.slow

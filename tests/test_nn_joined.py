@@ -107,14 +107,14 @@ def test_few_tokens_are_projected_one_by_one():
         assert num_products(joined.projected_together, layer, random(1, WIDTH, WIDTH)) == 1 + 1
 
 
-@pytest.mark.parametrize("head_dim", [256, 255])
-def test_wide_products_stay_apart(head_dim):
-    """Unless one of them is narrow, here those of keys and values."""
+@pytest.mark.parametrize(("head_dim", "number"), [(255, 1), (256, 2), (512, 3)])
+def test_wide_products_stay_apart(head_dim, number):
+    """First those of the queries, then those of keys and values, which have half as many heads."""
     sizes = dict(num_kv_heads=2, head_dim=head_dim, param_dtype=jnp.float64)
     with jax.enable_x64(True):
         layer = randomised(abstract(DenseAttention, 4, WIDTH, **sizes))
 
-        assert num_products(joined.projected_together, layer, X) == (3 if head_dim == 256 else 1)
+        assert num_products(joined.projected_together, layer, X) == number
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def program(case: Case, way: str, *, repair: bool):
     if repair:  # of one branch alone, which has no weight and nothing to add to
         weight = previous = None
         attend = repaired.attend_blocks
-        differentiate = functools.partial(repaired.differentiate_blocks, gradients=repaired.BY_TRITON)
+        differentiate = functools.partial(repaired.differentiate_blocks, by=repaired.BY_TRITON)
 
     @jax.jit
     def kernels(query, key, value):

@@ -26,9 +26,8 @@ from nsa_jax.nn.gate import Gate
 from nsa_jax.nn.indexer import Indexer
 from nsa_jax.nn.place import Place, place_of
 
-# If all products are this wide, they take their time for arithmetic: one in their place was no faster on an
-# H200, and took more memory. With some of 192 columns it was faster.
-ENOUGH_COLUMNS = 512
+# A product this wide takes its time for arithmetic: to join it saves less than to cut it out again takes.
+ENOUGH_COLUMNS = 1024
 # Joined kernels are filled up with zeros to a multiple of this. XLA pads others itself, in each step.
 WIDTH_MULTIPLE = 128
 
@@ -104,9 +103,9 @@ def projected(module: Any, x: Float[Array, "B T D"], names: Iterable[str] = ()) 
 def projected_together(module: Any, x: Float[Array, "B T D"], names: Sequence[str]) -> dict[str, Array]:
     """`projected`, by one product, whose gradients are one product each. A `Gate` is joined, too.
 
-    Apart stays what computes otherwise than the first projection, or is, or may be, divided over devices. All
-    stay apart where each has `ENOUGH_COLUMNS`, or where there are fewer tokens than features: to lay the
-    kernels side by side would then be most of the work.
+    Apart stays what has `ENOUGH_COLUMNS`, computes otherwise than the first projection, or is, or may be,
+    divided over devices; and all where there are fewer tokens than features: to lay the kernels side by side
+    would then be most of the work.
 
     What is joined is not called. If only some of the kernels learn, the gradient is still that of all.
     """
@@ -123,9 +122,9 @@ def projected_together(module: Any, x: Float[Array, "B T D"], names: Sequence[st
         and _are_alike(first, source)
         and _is_whole(source)
         and source.kernel.get_value().shape[0] == x.shape[-1]
+        and math.prod(source.kernel.get_value().shape[1:]) < ENOUGH_COLUMNS
     }
-    columns = [math.prod(source.kernel.get_value().shape[1:]) for source in alike.values()]
-    if len(alike) < 2 or min(columns) >= ENOUGH_COLUMNS:
+    if len(alike) < 2:
         return projected(module, x, names)
     made = _in_one_product(x, alike)
     return made | projected(module, x, [name for name in names if name not in made])

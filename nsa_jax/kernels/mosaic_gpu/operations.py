@@ -1,9 +1,8 @@
-"""The operations with gradients of the selected branch, and of queries, from `kernels.mosaic_gpu`.
+"""The operations with gradients, and the forward of the compressed branch, from `kernels.mosaic_gpu`.
 
 This is what `implementation="mosaic_gpu"` means: of each kernel the faster one, and all else is Triton's. The
-lists of blocks are Triton kernels, and so is what computes results again that are not finite. A forward pass
-of the selected branch in Pallas was slower than Triton's, and so were gradients of the keys of the other
-branches, see `docs/kernel_log.md`.
+lists of blocks are Triton kernels, and so is what computes results again that are not finite. Forward passes
+of the selected branch and the window in Pallas were slower than Triton's, see `docs/kernel_log.md`.
 """
 
 from functools import partial
@@ -17,9 +16,12 @@ from nsa_jax.kernels.mosaic_gpu import sizes
 from nsa_jax.kernels.mosaic_gpu.gradients_in_parts import can_form_parts, gradients_in_parts, shares_little
 from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays
 from nsa_jax.kernels.mosaic_gpu.query_gradient import query_gradient
+from nsa_jax.kernels.mosaic_gpu.range_forward import range_forward
+from nsa_jax.kernels.mosaic_gpu.range_key_gradients import TILE, range_key_gradients
 from nsa_jax.kernels.mosaic_gpu.range_visits import RangeVisits
 from nsa_jax.kernels.mosaic_gpu.selected_key_gradients import selected_key_gradients
 from nsa_jax.kernels.mosaic_gpu.support import FEWEST_HEADS
+from nsa_jax.kernels.mosaic_gpu.tiles import whole_tiles
 from nsa_jax.kernels.mosaic_gpu.unstable import best_form, drops_varying_axes
 from nsa_jax.kernels.mosaic_gpu.visits import VisitLists, visit_lists
 from nsa_jax.kernels.triton import operations
@@ -38,8 +40,12 @@ from nsa_jax.kernels.triton.operations import (
     window_attention,
 )
 from nsa_jax.kernels.triton.ranges import KeyRanges
+from nsa_jax.kernels.triton.ranges import attend_ranges as attend_by_triton
 from nsa_jax.kernels.triton.ranges import range_gradients as ranges_by_triton
-from nsa_jax.kernels.triton.repaired import GradientsBy
+from nsa_jax.kernels.triton.ranges.backward_key import choose_segments
+from nsa_jax.kernels.triton.ranges.backward_key import range_key_gradients as key_gradients_by_triton
+from nsa_jax.kernels.triton.ranges.sum_segments import add_segments
+from nsa_jax.kernels.triton.repaired import BranchKernels
 from nsa_jax.kernels.triton.selected.backward_key import join_items
 from nsa_jax.kernels.triton.selected.items import invert
 from nsa_jax.kernels.triton.selected.unions import last_rows, union_lists
@@ -120,6 +126,23 @@ def _gradients_by_kernels(
 
 
 @drops_varying_axes
+def attend_ranges(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    ranges: KeyRanges,
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """As `triton.ranges.attend_ranges`; the compressed branch of long rows in Pallas."""
+    fits = ranges.edges.branch == "compressed" and key.shape[3] + value.shape[3] <= sizes.MOST_RANGE_DIMS
+    fits = fits and scale > 0  # the kernel takes the largest product for the largest logit
+    if not fits or not _takes_ranges(query, key, ranges, sizes.FEWEST_FORWARD_KEYS):
+        return attend_by_triton(query, key, value, ranges, scale=scale)
+    return range_forward(query, key, value, ranges.edges, ranges.end - 1, scale=scale, form=best_form())
+
+
+@drops_varying_axes
 def range_gradients(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
@@ -129,19 +152,25 @@ def range_gradients(
     *,
     scale: float,
 ) -> BranchGradients:
-    """As `triton.ranges.range_gradients`; where a row is one sequence, the gradient of queries in Pallas.
+    """As `triton.ranges.range_gradients`."""
+    if not _takes_ranges(query, key, ranges, sizes.MOST_KEYS):
+        return ranges_by_triton(query, key, value, ranges, given, scale=scale)
+    return ranges_by_triton(
+        query, key, value, ranges, given, scale=scale,
+        query_gradient=_range_query_gradient, key_gradients=_range_key_gradients,
+    )  # fmt: skip
+
+
+def _takes_ranges(query: Array, key: Array, ranges: KeyRanges, fewest_keys: int) -> bool:
+    """Whether the kernels of ranges are faster than Triton's: where a row is one sequence, and not too short.
 
     Not with few heads, nor where Triton's tiles hold more tokens, because they leave out heads that are
     padding: that is up to 12.
     """
     heads = query.shape[2] // key.shape[2]
-    fits = ranges.edges.first_position == 0 and key.shape[1] >= sizes.MOST_KEYS
     as_many_tokens = sizes.ROWS // heads == sizes.ROWS // sizes.padded_rows(heads)
-    if not fits or heads < FEWEST_HEADS or not as_many_tokens:
-        return ranges_by_triton(query, key, value, ranges, given, scale=scale)
-    return ranges_by_triton(
-        query, key, value, ranges, given, scale=scale, query_gradient=_range_query_gradient
-    )
+    fits = ranges.edges.first_position == 0 and key.shape[1] >= fewest_keys
+    return fits and heads >= FEWEST_HEADS and as_many_tokens
 
 
 def _range_query_gradient(
@@ -162,6 +191,32 @@ def _range_query_gradient(
     )  # fmt: skip
 
 
+def _range_key_gradients(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    ranges: KeyRanges,
+    given: Backward,
+    delta: Float[Array, "B T N"],
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
+    batch, num_queries, num_heads, key_dim = query.shape
+    num_keys, num_kv_heads, value_dim = value.shape[1:]
+    heads, dims = num_heads // num_kv_heads, key_dim + value_dim
+    if dims > sizes.MOST_RANGE_DIMS:
+        return key_gradients_by_triton(query, key, value, ranges, given, delta, scale=scale)
+    arrays = KeyArrays.of(query, key, value, given, delta, aligned=True)
+    segments = choose_segments(batch, num_queries, num_keys, num_kv_heads, heads, dims, TILE)
+    *sums, steps = range_key_gradients(arrays, ranges.edges, segments=segments, scale=scale, form=best_form())
+    if segments == 1:
+        d_keys = tuple(x[0] for x in sums)
+    else:
+        d_keys = add_segments(whole_tiles(key), whole_tiles(value), *sums, steps, keys=TILE)
+    d_key, d_value = (x[:, :num_keys] for x in d_keys)
+    return d_key, d_value
+
+
 def _known(placement: Placement) -> dict[str, Any]:
     """What all kernels know of a call beside its arrays."""
     size = placement.config.selection_block_size
@@ -173,7 +228,7 @@ def _visit_lists(
     placement: Placement,
     num_keys: int,
     tokens: int,
-    tile: sizes.GradientSizes,
+    tile: sizes.StepSizes,
 ) -> VisitLists:
     """The lists of tiles of `tokens` queries, in steps of `tile.keys` keys."""
     steps = placement.config.selection_block_size // tile.keys
@@ -185,6 +240,6 @@ def _visit_lists(
     return visit_lists(unions, tokens=tokens, warpgroups=sizes.CONSUMERS, longest_gap=tile.stages)
 
 
-BY_MOSAIC_GPU = GradientsBy(selected_gradients, range_gradients)
-selected_attention = partial(operations.selected_attention, gradients=BY_MOSAIC_GPU)
-native_sparse_attention = partial(operations.native_sparse_attention, gradients=BY_MOSAIC_GPU)
+BY_MOSAIC_GPU = BranchKernels(attend_ranges, range_gradients, selected_gradients)
+selected_attention = partial(operations.selected_attention, by=BY_MOSAIC_GPU)
+native_sparse_attention = partial(operations.native_sparse_attention, by=BY_MOSAIC_GPU)

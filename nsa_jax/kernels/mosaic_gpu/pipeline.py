@@ -19,7 +19,7 @@ from nsa_jax.array_typing import Array
 from nsa_jax.kernels.chip import num_processors
 from nsa_jax.kernels.mosaic_gpu.range_visits import RangeVisits
 from nsa_jax.kernels.mosaic_gpu.rows import Rows
-from nsa_jax.kernels.mosaic_gpu.sizes import CONSUMERS, REGISTERS, GradientSizes
+from nsa_jax.kernels.mosaic_gpu.sizes import CONSUMERS, REGISTERS, StepSizes
 from nsa_jax.kernels.mosaic_gpu.tiles import i32, matrices
 from nsa_jax.kernels.mosaic_gpu.unstable import Form, Ref
 from nsa_jax.kernels.mosaic_gpu.visits import MEMBER_BITS, VisitLists
@@ -97,7 +97,7 @@ class Pipeline:
     warpgroup: Array
     program: Array
     tiles: Tiles
-    sizes: GradientSizes
+    sizes: StepSizes
     form: Form
     lists: VisitLists | RangeVisits
     k_s: Ref
@@ -109,7 +109,7 @@ class Pipeline:
 
     @staticmethod
     def scratch(
-        sizes: GradientSizes, dtype: Any, form: Form, *, k: tuple[int, int], v: tuple[int, int]
+        sizes: StepSizes, dtype: Any, form: Form, *, k: tuple[int, int], v: tuple[int, int]
     ) -> dict[str, Any]:
         """Shared memory and barriers of the pipeline, by the names of the attributes.
 

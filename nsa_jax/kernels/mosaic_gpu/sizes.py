@@ -12,12 +12,15 @@ MOST_STAGES = 8
 _BARRIERS = 1024  # all that the gradients hold beside what is counted
 FEWEST_GATHERED = 8  # rows of a token that is copied alone: a tile in shared memory is 8 rows high
 _MOST_MATRIX_REGISTERS = 192  # of a thread: with more in matrices, the compiler spills
+FORWARD_KEYS = 128  # of a step of the forward
+FEWEST_FORWARD_KEYS = 3 * FORWARD_KEYS  # that make the forward faster than Triton's
+MOST_RANGE_DIMS = 256  # of a key and a value together, for what stays in registers while a range passes by
 DIMS = ((64, 64), (128, 128), (192, 128))  # of keys and values
 REGISTERS = (240, 24)  # a thread of a consumer, and of the producer
 
 
-class GradientSizes(NamedTuple):
-    """Sizes of the gradient of the queries.
+class StepSizes(NamedTuple):
+    """Sizes of a kernel that holds queries while keys pass by.
 
     Attributes:
       keys: keys of a step.
@@ -53,7 +56,7 @@ def tile_tokens(heads_per_kv_head: int) -> int:
     return CONSUMERS * ROWS // padded_rows(heads_per_kv_head)
 
 
-def gradient_sizes(key_dim: int, value_dim: int, block_size: int, *, aligned: bool) -> GradientSizes:
+def gradient_sizes(key_dim: int, value_dim: int, block_size: int, *, aligned: bool) -> StepSizes:
     """Sizes of the gradient of the queries; the pipeline takes what queries and cotangents leave."""
     keys = min(block_size, MOST_KEYS)
     box = keys if aligned else keys + 16
@@ -61,7 +64,14 @@ def gradient_sizes(key_dim: int, value_dim: int, block_size: int, *, aligned: bo
     stages = (SHARED_BYTES - _BARRIERS - held) // (box * 2 * (key_dim + value_dim))
     registers = key_dim // 2 + box + (key_dim + value_dim) // 4  # gradient, products, operands
     in_registers = key_dim == value_dim and registers <= _MOST_MATRIX_REGISTERS
-    return GradientSizes(keys, box, min(stages, MOST_STAGES), in_registers)
+    return StepSizes(keys, box, min(stages, MOST_STAGES), in_registers)
+
+
+def forward_sizes(key_dim: int, value_dim: int) -> StepSizes:
+    """Sizes of the forward of a range; the pipeline takes what queries and outputs leave."""
+    held = CONSUMERS * ROWS * 2 * (key_dim + value_dim)
+    stages = (SHARED_BYTES - _BARRIERS - held) // (FORWARD_KEYS * 2 * (key_dim + value_dim))
+    return StepSizes(FORWARD_KEYS, FORWARD_KEYS, min(stages, MOST_STAGES), True)
 
 
 class KeySizes(NamedTuple):

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nsa_jax.array_typing import Array
-from nsa_jax.kernels.mosaic_gpu.sizes import ROWS, GradientSizes
+from nsa_jax.kernels.mosaic_gpu.sizes import ROWS, StepSizes
 from nsa_jax.kernels.mosaic_gpu.unstable import BY_ROW, WGMMA, Ref, swizzled
 from nsa_jax.kernels.mosaic_gpu.visits import MEMBER_BITS
 
@@ -37,7 +37,7 @@ def across(numbers: Array, columns: int) -> Array:
     return lax.broadcast_in_dim(numbers, (ROWS, columns), [0])
 
 
-def seen(start: Array, last: Ref | None, first: Ref | None, sizes: GradientSizes, aligned: bool) -> Array:
+def seen(start: Array, last: Ref | None, first: Ref | None, sizes: StepSizes, aligned: bool) -> Array:
     """Which keys of a box each row sees, where it may not see all.
 
     Args:

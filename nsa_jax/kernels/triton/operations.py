@@ -35,7 +35,6 @@ from nsa_jax.kernels.triton.nonfinite import (
     visible_in_blocks,
 )
 from nsa_jax.kernels.triton.ranges import (
-    attend_ranges,
     causal_ranges,
     compression_ranges,
     forward,
@@ -43,7 +42,7 @@ from nsa_jax.kernels.triton.ranges import (
 )
 from nsa_jax.kernels.triton.repaired import (
     BY_TRITON,
-    GradientsBy,
+    BranchKernels,
     attend_blocks,
     attend_range,
     differentiate_blocks,
@@ -159,7 +158,7 @@ def top_blocks(scores: Float[Array, "B T K M"], placement: Placement) -> Int32[A
     return _named(blocks, BLOCK_INDICES)
 
 
-@partial(jax.jit, static_argnames=("scale", "with_probabilities", "gradients"))
+@partial(jax.jit, static_argnames=("scale", "with_probabilities", "by"))
 def selected_attention(
     query: Float[Array, "B T N H"],
     key_slc: Float[Array, "B S K H"],
@@ -169,11 +168,11 @@ def selected_attention(
     scale: float,
     with_probabilities: bool = False,
     *,
-    gradients: GradientsBy = BY_TRITON,
+    by: BranchKernels = BY_TRITON,
 ) -> Attended | tuple[Attended, Float[Array, "B T K R"]]:
     """Attention over the tokens `s <= t` of the selected blocks (Eq. 12)."""
     arrays = query, key_slc, value_slc, block_indices, placement
-    out, lse, *probabilities = _selected_attention(*arrays, scale, gradients, with_probabilities)
+    out, lse, *probabilities = _selected_attention(*arrays, scale, by, with_probabilities)
     return (Attended(out, lse), *probabilities) if with_probabilities else Attended(out, lse)
 
 
@@ -219,7 +218,7 @@ def gated_sum(
     return _gated_sum(out_cmp, out_slc, out_win, gates)
 
 
-@partial(jax.jit, static_argnames=("scale", "with_probabilities", "gradients"))
+@partial(jax.jit, static_argnames=("scale", "with_probabilities", "by"))
 def native_sparse_attention(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
@@ -234,7 +233,7 @@ def native_sparse_attention(
     scale: float,
     with_probabilities: bool = False,
     *,
-    gradients: GradientsBy = BY_TRITON,
+    by: BranchKernels = BY_TRITON,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B T K R"]]:
     """The three branches and their gated sum (Eq. 5), differentiated as one.
 
@@ -243,7 +242,7 @@ def native_sparse_attention(
     """
     keys_values = BranchKeysValues(key_cmp, value_cmp, key_slc, value_slc, key_win, value_win)
     arrays = query, keys_values, gates, block_indices, placement
-    out, *probabilities = _native(*arrays, scale, gradients, with_probabilities)
+    out, *probabilities = _native(*arrays, scale, by, with_probabilities)
     return (out, *probabilities) if with_probabilities else out
 
 
@@ -351,12 +350,12 @@ def _compressed(query, key_cmp, value_cmp, placement, scale):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _selected_attention(query, key, value, block_indices, placement, scale, gradients, with_probabilities):
+def _selected_attention(query, key, value, block_indices, placement, scale, by, with_probabilities):
     attend = _divisible(attend_blocks, scale=scale, with_probabilities=with_probabilities)
     return attend(query, key, value, block_indices, placement)
 
 
-def _selected_forward(query, key, value, block_indices, placement, scale, gradients, with_probabilities):
+def _selected_forward(query, key, value, block_indices, placement, scale, by, with_probabilities):
     operands = query, key, value, block_indices, placement
     attend = _divisible(
         attend_blocks, scale=scale, with_probabilities=with_probabilities, before_backward=True
@@ -366,10 +365,10 @@ def _selected_forward(query, key, value, block_indices, placement, scale, gradie
     return (*saved, *probabilities), (operands, saved)
 
 
-def _selected_backward(scale, gradients, with_probabilities, residuals, cotangents):
+def _selected_backward(scale, by, with_probabilities, residuals, cotangents):
     operands, saved = residuals
     given = Backward(*saved, *cotangents[:2])  # no gradient flows through the probabilities
-    differentiate = _divisible(differentiate_blocks, scale=scale, gradients=gradients)
+    differentiate = _divisible(differentiate_blocks, scale=scale, by=by)
     return *differentiate(*operands, given), None, None
 
 
@@ -451,25 +450,23 @@ _gated_sum.defvjp(_gated_sum_forward, _gated_sum_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _native(query, keys_values, gates, block_indices, placement, scale, gradients, with_probabilities):
+def _native(query, keys_values, gates, block_indices, placement, scale, by, with_probabilities):
     """Without gradients, of which the sum alone is wanted."""
     arrays = query, keys_values, gates, block_indices, placement
-    total, _, _, probabilities = _attend_all(*arrays, scale, with_probabilities, before_backward=False)
+    total, _, _, probabilities = _attend_all(*arrays, scale, by, with_probabilities, before_backward=False)
     return total, *probabilities
 
 
-def _native_forward(
-    query, keys_values, gates, block_indices, placement, scale, gradients, with_probabilities
-):
+def _native_forward(query, keys_values, gates, block_indices, placement, scale, by, with_probabilities):
     arrays = query, keys_values, gates, block_indices, placement
     total, saved, blocks, probabilities = _attend_all(
-        *arrays, scale, with_probabilities, before_backward=True
+        *arrays, scale, by, with_probabilities, before_backward=True
     )
     return (total, *probabilities), (query, keys_values, gates, blocks, placement, saved)
 
 
 def _attend_all(
-    query, keys_values, gates, block_indices, placement, scale, with_probabilities, *, before_backward
+    query, keys_values, gates, block_indices, placement, scale, by, with_probabilities, *, before_backward
 ):
     """`(total, saved, block_indices, probabilities)`: the branches one after the other, then their search.
 
@@ -479,7 +476,7 @@ def _attend_all(
     attention. With `with_probabilities`, for which blocks are given, also the probabilities of the slots.
     """
     key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = keys_values
-    attend = _divisible(attend_ranges, scale=scale)
+    attend = _divisible(by.attend_ranges, scale=scale)
     out_cmp, lse_cmp = attend(query, key_cmp, value_cmp, compression_ranges(placement, key_cmp.shape[1]))
     config, num_keys = placement.config, key_slc.shape[1]
     probabilities: list[Array] = []
@@ -534,11 +531,11 @@ def _branches(
     )
 
 
-def _native_backward(scale, gradients, with_probabilities, residuals, cotangents):
+def _native_backward(scale, by, with_probabilities, residuals, cotangents):
     d_out = cotangents[0]
     query, keys_values, gates, block_indices, placement, (cmp, slc, win) = residuals
     key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = keys_values
-    differentiate = _divisible(gradients.ranges, scale=scale)
+    differentiate = _divisible(by.range_gradients, scale=scale)
     gate_cmp, gate_slc, gate_win = (gates[..., branch].astype(jnp.float32) for branch in range(3))
     branches = _branches(keys_values, block_indices, placement)
 
@@ -556,7 +553,7 @@ def _native_backward(scale, gradients, with_probabilities, residuals, cotangents
         causal = causal_ranges(placement, key_slc.shape[1])
         of_slc = differentiate(query, key_slc, value_slc, causal, given)
     else:
-        selected = _divisible(gradients.selected, scale=scale)
+        selected = _divisible(by.selected_gradients, scale=scale)
         of_slc = selected(query, key_slc, value_slc, block_indices, placement, given)
     d_slc = keys_of(1, of_slc, slc[1])
     given = Backward(win[0], win[1], d_out, gate=gate_win, previous=of_slc.query)

@@ -24,19 +24,21 @@ from nsa_jax.kernels.triton.selected import attend_selected, selected_gradients
 from nsa_jax.layout import Placement
 
 
-class GradientsBy(NamedTuple):
-    """Who computes the gradients of branches.
+class BranchKernels(NamedTuple):
+    """Who computes branches and their gradients, where there is a choice.
 
     Attributes:
-      selected: as `selected.selected_gradients`.
-      ranges: as `ranges.range_gradients`.
+      attend_ranges: as `ranges.attend_ranges`.
+      range_gradients: as `ranges.range_gradients`.
+      selected_gradients: as `selected.selected_gradients`.
     """
 
-    selected: Callable[..., BranchGradients]
-    ranges: Callable[..., BranchGradients]
+    attend_ranges: Callable[..., tuple[Array, Array]]
+    range_gradients: Callable[..., BranchGradients]
+    selected_gradients: Callable[..., BranchGradients]
 
 
-BY_TRITON = GradientsBy(selected_gradients, range_gradients)
+BY_TRITON = BranchKernels(attend_ranges, range_gradients, selected_gradients)
 
 
 def attend_range(
@@ -106,11 +108,11 @@ def differentiate_blocks(
     given: Backward,
     *,
     scale: float,
-    gradients: GradientsBy,
+    by: BranchKernels,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"]]:
-    """Gradients of query, key and value of the selected branch, by `gradients`."""
+    """Gradients of query, key and value of the selected branch."""
     arrays = query, key, value, block_indices, placement
-    found = gradients.selected(*arrays, given, scale=scale)
+    found = by.selected_gradients(*arrays, given, scale=scale)
     branch = Branch(key, value, visible_in_blocks(block_indices, placement, key.shape[1]))
     return _repair_one(found, query, branch, given, scale)
 

@@ -54,6 +54,7 @@ def range_gradients(
     *,
     scale: float,
     query_gradient: Callable[..., tuple[Array, Array, Array]] = range_query_gradient,
+    key_gradients: Callable[..., tuple[Array, Array]] = range_key_gradients,
 ) -> BranchGradients:
     """Gradients of such a branch; not searched for what is not finite.
 
@@ -61,6 +62,7 @@ def range_gradients(
       query, key, value, ranges, scale: see `attend_ranges`.
       given: what it returned, searched, and the cotangents.
       query_gradient: computes that of the queries, as the default does.
+      key_gradients: computes those of keys and values, as the default does.
     """
     if key.shape[1] == 0:
         d_query = jnp.zeros_like(query) if given.previous is None else given.previous
@@ -68,5 +70,5 @@ def range_gradients(
         return BranchGradients(d_query, jnp.zeros_like(key), jnp.zeros_like(value), nothing, nothing)
     operands = (query, key, value, ranges)
     d_query, products, delta = query_gradient(*operands, given, scale=scale)
-    d_keys = range_key_gradients(*operands, given, delta, scale=scale)
+    d_keys = key_gradients(*operands, given, delta, scale=scale)
     return BranchGradients(d_query, *d_keys, products, delta)
