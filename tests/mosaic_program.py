@@ -27,7 +27,7 @@ from nsa_jax.kernels.mosaic_gpu import sizes
 from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays, KeySums, QueryParts
 from nsa_jax.kernels.mosaic_gpu.query_gradient import query_gradient
 from nsa_jax.kernels.mosaic_gpu.range_forward import range_forward
-from nsa_jax.kernels.mosaic_gpu.range_key_gradients import TILE, range_key_gradients
+from nsa_jax.kernels.mosaic_gpu.range_key_gradients import KEYS, range_key_gradients
 from nsa_jax.kernels.mosaic_gpu.range_visits import RangeVisits
 from nsa_jax.kernels.mosaic_gpu.selected_key_gradients import selected_key_gradients
 from nsa_jax.kernels.mosaic_gpu.unstable import Form
@@ -108,20 +108,22 @@ class RangeCase(NamedTuple):
     processors: int = 1
     segments: int = 1  # of the queries, for gradients of keys
     forward_keys: int = 32  # of a step of the forward
+    dim: int = 64
+    dtype: str = "bfloat16"
 
 
 RANGES = {
     "window": RangeCase("window", 120, processors=3),
     "window_of_twelve_heads": RangeCase("window", 75, heads=12, kv_heads=2, batch=2, bare=True),
     "compressed": RangeCase("compressed", 190),
-    "compressed_in_segments": RangeCase("compressed", 290, segments=3, forward_keys=128),
-    "causal": RangeCase("causal", 70, heads=4, kv_heads=2, bare=True, processors=2),
+    "compressed_in_segments": RangeCase("compressed", 290, 13, 2, segments=3, forward_keys=128, dim=128),
+    "causal": RangeCase("causal", 70, 4, 2, batch=2, bare=True, processors=2, dtype="float16"),
 }
 
 
 def main_of_range(case: RangeCase) -> dict[str, float]:
     """Error over allowance of each result of the kernels of a range."""
-    batch, length, dim = case.batch, case.queries, 64
+    batch, length, dim, dtype = case.batch, case.queries, case.dim, jnp.dtype(case.dtype)
     config = NSAConfig(
         compression_block_size=4, compression_stride=2, selection_block_size=4, num_selected_blocks=length,
         window_size=length if case.branch == "causal" else 45,
@@ -131,13 +133,13 @@ def main_of_range(case: RangeCase) -> dict[str, float]:
     random = np.random.default_rng(7)
     num_heads = case.heads * case.kv_heads
     query, key, value, d_out = (
-        random.standard_normal((batch, tokens, heads, dim)).astype(jnp.bfloat16)
+        random.standard_normal((batch, tokens, heads, dim)).astype(dtype)
         for tokens, heads in ((length, num_heads), *[(num_keys, case.kv_heads)] * 2, (length, num_heads))
     )
     shape = query.shape[:3]
     weight = None if case.bare else random.uniform(0.2, 1.5, shape).astype(np.float32)
     d_lse = None if case.bare else random.standard_normal(shape).astype(np.float32)
-    previous = None if case.bare else random.standard_normal(query.shape).astype(jnp.bfloat16)
+    previous = None if case.bare else random.standard_normal(query.shape).astype(dtype)
     shift = np.zeros(shape, np.float32) if d_lse is None else d_lse
     operation = reference.compressed_attention if compressed else reference.window_attention
 
@@ -161,7 +163,7 @@ def main_of_range(case: RangeCase) -> dict[str, float]:
             branch=ranges.edges.branch, scale=dim**-0.5, block_size=case.keys,
             form=Form.INTERPRETED, interpret=interpret, processors=case.processors,
         )  # fmt: skip
-        d_query, products, delta = jax.jit(of_queries)(query, key, value)
+        d_query, products, delta = jax.block_until_ready(jax.jit(of_queries)(query, key, value))
         wrong = {"races of d_query": float(gpu_callbacks.get_races().races_found)}
 
         @jax.jit
@@ -172,7 +174,7 @@ def main_of_range(case: RangeCase) -> dict[str, float]:
                 interpret=interpret, stages=2,
             )  # fmt: skip
 
-        *sums, steps = of_keys(query, key, value)
+        *sums, steps = jax.block_until_ready(of_keys(query, key, value))
         wrong["races of d_key"] = float(gpu_callbacks.get_races().races_found)
         found = dict(d_query=d_query, products=products)
         if case.branch != "window":
@@ -181,14 +183,14 @@ def main_of_range(case: RangeCase) -> dict[str, float]:
                 range_forward, edges=ranges.edges, last_keys=ranges.end - 1, scale=dim**-0.5,
                 form=Form.INTERPRETED, interpret=interpret, processors=case.processors,
             )  # fmt: skip
-            found["out"], found["lse"] = jax.jit(forward)(query, key, value)
+            found["out"], found["lse"] = jax.block_until_ready(jax.jit(forward)(query, key, value))
             wrong["races of out"] = float(gpu_callbacks.get_races().races_found)
-    there = np.repeat(np.asarray(steps) > 0, TILE, axis=2).reshape(case.segments, batch, case.kv_heads, -1)
+    there = np.repeat(np.asarray(steps) > 0, KEYS, axis=2).reshape(case.segments, batch, case.kv_heads, -1)
     there = there.swapaxes(2, 3)[:, :, :num_keys, :, None]
     for name, x in zip(("d_key", "d_value"), sums, strict=True):
         found[name] = np.where(there, np.asarray(x, np.float32)[:, :, :num_keys], 0).sum(0)
     for name, x in found.items():
-        eps = float(jnp.finfo(jnp.float32 if name == "lse" else jnp.bfloat16).eps)
+        eps = float(jnp.finfo(jnp.float32 if name == "lse" else dtype).eps)
         wrong[name] = distance(x, expected[name]) / allowance(same[name], expected[name], eps)
     return wrong
 
@@ -323,7 +325,7 @@ def cut_rings() -> None:
     def few_places(sizes_of):
         return lambda *args, **kw: sizes_of(*args, **kw)._replace(stages=2)
 
-    for name in ("gradient_sizes", "key_sizes"):
+    for name in ("gradient_sizes", "key_sizes", "forward_sizes"):
         setattr(sizes, name, few_places(getattr(sizes, name)))
 
 

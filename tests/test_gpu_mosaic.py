@@ -201,27 +201,46 @@ def test_the_run_time_choice_gives_what_it_chose(in_parts, monkeypatch):
     assert not all((x == y).all() for x, y in zip(found["yes"][0], found["no"][0], strict=True))
 
 
-def test_whole_operation_equals_triton():
-    config, length = NSAConfig(), 1500
+@pytest.mark.parametrize(
+    ("length", "heads"), [(1500, 64), (6500, 52), (6500, 60)], ids=["short", "13_heads", "15_heads"]
+)
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "not_finite"])
+def test_whole_operation_equals_triton(length, heads, bad):
+    """Also where a compressed key and a value of the window are not finite: the same results are NaN."""
+    config, blocks = NSAConfig(), (length - 32) // 16 + 1
     keys = jax.random.split(jax.random.key(0), 9)
-    shapes = [(length, 64, 128), *[(92, 4, 128)] * 2, *[(length, 4, 128)] * 4]
+    shapes = [(length, heads, 128), *[(blocks, 4, 128)] * 2, *[(length, 4, 128)] * 4]
     arrays = [
         jax.random.normal(key, (1, *shape), "bfloat16") for key, shape in zip(keys, shapes, strict=False)
     ]
-    arrays.append(jax.random.uniform(keys[7], (1, length, 64, 3), "float32").astype("bfloat16"))
-    cotangent = jax.random.normal(keys[8], (1, length, 64, 128), "bfloat16")
+    chosen = nsa_jax.select_blocks(*arrays[:2], config=config, implementation="triton")
+    if bad:
+        arrays[1] = arrays[1].at[0, blocks - 20, 1, 3].set(jnp.nan)
+        arrays[6] = arrays[6].at[0, length - 100, 2, 5].set(jnp.inf)
+    arrays.append(jax.random.uniform(keys[7], (1, length, heads, 3), "float32").astype("bfloat16"))
+    cotangent = jax.random.normal(keys[8], (1, length, heads, 128), "bfloat16")
 
     def run(implementation):
         def operation(*arrays):
-            return nsa_jax.native_sparse_attention(*arrays, config=config, implementation=implementation)
+            return nsa_jax.native_sparse_attention(
+                *arrays, block_indices=chosen, config=config, implementation=implementation
+            )
 
         out, pull_back = jax.vjp(operation, *arrays)
         return out, *pull_back(cotangent)
 
     found, other = (jax.jit(functools.partial(run, x))() for x in ("mosaic_gpu", "triton"))
 
+    eps = float(jnp.finfo("bfloat16").eps)
     for x, y in zip(found, other, strict=True):
-        assert budget.distance(x, y) <= 2 * 8 * float(jnp.finfo("bfloat16").eps) * budget.size(y)
+        x, y = (np.asarray(array, np.float64) for array in (x, y))
+        finite = np.isfinite(y)
+        assert (np.isnan(x) == np.isnan(y)).all()
+        assert (x[~finite] == y[~finite])[~np.isnan(y[~finite])].all()
+        x, y = x[finite], y[finite]
+        assert budget.distance(x, y) <= 2 * 8 * eps * budget.size(y)
+        assert np.linalg.norm(x - y) <= eps * np.linalg.norm(y)
+    assert bad == (not np.isfinite(np.asarray(found[0], np.float32)).all())
 
 
 @pytest.mark.parametrize("forced", [True, False], ids=["in_parts", "by_two_kernels"])

@@ -75,7 +75,7 @@ def test_other_chips_are_named(installed, monkeypatch, capability, name):  # noq
         ("native_sparse_attention", 32, "mosaic_gpu", None),
         ("selected_attention", 18, "mosaic_gpu", None),
         ("native_sparse_attention", 14, "triton", "fewer than 9 query heads of a KV head, got 14 / 2"),
-        ("window_attention", 32, "triton", "have the selected branch alone, got window_attention"),
+        ("window_attention", 32, "triton", "serve operations with the selected branch, got window_attention"),
     ],
 )  # fmt: skip
 def test_choice_is_the_faster_one(installed, operation, heads, chosen, part):  # noqa: F811

@@ -109,7 +109,7 @@ def test_few_tokens_are_projected_one_by_one():
 
 @pytest.mark.parametrize(("head_dim", "number"), [(255, 1), (256, 2), (512, 3)])
 def test_wide_products_stay_apart(head_dim, number):
-    """First those of the queries, then those of keys and values, which have half as many heads."""
+    """At 256 that of the queries alone, at 512 all three."""
     sizes = dict(num_kv_heads=2, head_dim=head_dim, param_dtype=jnp.float64)
     with jax.enable_x64(True):
         layer = randomised(abstract(DenseAttention, 4, WIDTH, **sizes))

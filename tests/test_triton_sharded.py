@@ -80,14 +80,19 @@ def gradients(implementation, *arrays):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("function", "implementation"),
-    [(attend, "triton"), (gradients, "triton"), (gradients, "mosaic_gpu")],  # its forward is Triton's
+    ("function", "implementation", "length"),
+    [
+        (attend, "triton", LENGTH),
+        (gradients, "triton", LENGTH),
+        (gradients, "mosaic_gpu", LENGTH),
+        (attend, "mosaic_gpu", 2 * LENGTH),  # long enough for a forward of its own
+    ],
 )
-def test_attention_moves_nothing(function, implementation):
-    blocks = layout.num_compression_blocks(LENGTH, CONFIG)
-    keys = [array(BATCH, n, KV_HEADS, DIM) for n in (blocks, LENGTH, LENGTH) for _ in range(2)]
+def test_attention_moves_nothing(function, implementation, length):
+    blocks = layout.num_compression_blocks(length, CONFIG)
+    keys = [array(BATCH, n, KV_HEADS, DIM) for n in (blocks, length, length) for _ in range(2)]
     run = functools.partial(function, implementation)
-    program = compiled(run, array(BATCH, LENGTH, HEADS, DIM), *keys, array(BATCH, LENGTH, HEADS, 3))
+    program = compiled(run, array(BATCH, length, HEADS, DIM), *keys, array(BATCH, length, HEADS, 3))
 
     assert [x for x in operations(program) if x.name in COLLECTIVES] == []
     assert "triton_kernel_call_ffi" in program.as_text()

@@ -26,7 +26,7 @@ from nsa_jax.nn.gate import Gate
 from nsa_jax.nn.indexer import Indexer
 from nsa_jax.nn.place import Place, place_of
 
-# A product this wide takes its time for arithmetic: to join it saves less than to cut it out again takes.
+# A product this wide takes its time for arithmetic: joining it saves less than cutting its columns out takes.
 ENOUGH_COLUMNS = 1024
 # Joined kernels are filled up with zeros to a multiple of this. XLA pads others itself, in each step.
 WIDTH_MULTIPLE = 128

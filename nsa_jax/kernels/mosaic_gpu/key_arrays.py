@@ -1,4 +1,4 @@
-"""What the kernel of the keys' gradients reads and writes, beside the items."""
+"""What the kernels of the keys' gradients read and write, beside items and ranges."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from nsa_jax.kernels.triton.selected.items import BlockItems
 
 
 class KeyArrays(NamedTuple):
-    """The arrays of a call as the kernel reads them.
+    """The arrays of a call as the kernels read them.
 
     Attributes:
       query, d_out: with as many heads of a KV head as rows are copied for a token.
@@ -46,9 +46,9 @@ class KeyArrays(NamedTuple):
         *,
         aligned: bool,
     ) -> "KeyArrays":
-        """From the arguments of `triton.selected.backward_key`.
+        """From the arguments of `triton.selected.backward_key`, or of `triton.ranges.backward_key`.
 
-        `aligned` says whether every block begins at a multiple of 8 keys.
+        `aligned` says whether every block begins at a multiple of 8 keys, as steps of ranges do.
         """
         num_keys, num_kv_heads = key.shape[1:3]
         heads = query.shape[2] // num_kv_heads

@@ -1,4 +1,4 @@
-"""The operations with gradients, and the forward of the compressed branch, from `kernels.mosaic_gpu`.
+"""Triton's operations; their gradients, and the forward of the compressed branch, come from Pallas.
 
 This is what `implementation="mosaic_gpu"` means: of each kernel the faster one, and all else is Triton's. The
 lists of blocks are Triton kernels, and so is what computes results again that are not finite. Forward passes
@@ -17,7 +17,7 @@ from nsa_jax.kernels.mosaic_gpu.gradients_in_parts import can_form_parts, gradie
 from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays
 from nsa_jax.kernels.mosaic_gpu.query_gradient import query_gradient
 from nsa_jax.kernels.mosaic_gpu.range_forward import range_forward
-from nsa_jax.kernels.mosaic_gpu.range_key_gradients import TILE, range_key_gradients
+from nsa_jax.kernels.mosaic_gpu.range_key_gradients import KEYS, range_key_gradients
 from nsa_jax.kernels.mosaic_gpu.range_visits import RangeVisits
 from nsa_jax.kernels.mosaic_gpu.selected_key_gradients import selected_key_gradients
 from nsa_jax.kernels.mosaic_gpu.support import FEWEST_HEADS
@@ -135,7 +135,7 @@ def attend_ranges(
     scale: float,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """As `triton.ranges.attend_ranges`; the compressed branch of long rows in Pallas."""
-    fits = ranges.edges.branch == "compressed" and key.shape[3] + value.shape[3] <= sizes.MOST_RANGE_DIMS
+    fits = ranges.edges.branch == "compressed" and (key.shape[3], value.shape[3]) == sizes.RANGE_DIMS
     fits = fits and scale > 0  # the kernel takes the largest product for the largest logit
     if not fits or not _takes_ranges(query, key, ranges, sizes.FEWEST_FORWARD_KEYS):
         return attend_by_triton(query, key, value, ranges, scale=scale)
@@ -204,17 +204,19 @@ def _range_key_gradients(
     batch, num_queries, num_heads, key_dim = query.shape
     num_keys, num_kv_heads, value_dim = value.shape[1:]
     heads, dims = num_heads // num_kv_heads, key_dim + value_dim
-    if dims > sizes.MOST_RANGE_DIMS:
+    if (key_dim, value_dim) != sizes.RANGE_DIMS or ranges.heads_apart(sizes.ROWS, heads):
         return key_gradients_by_triton(query, key, value, ranges, given, delta, scale=scale)
     arrays = KeyArrays.of(query, key, value, given, delta, aligned=True)
-    segments = choose_segments(batch, num_queries, num_keys, num_kv_heads, heads, dims, TILE)
-    *sums, steps = range_key_gradients(arrays, ranges.edges, segments=segments, scale=scale, form=best_form())
+    segments = choose_segments(batch, num_queries, num_keys, num_kv_heads, heads, dims, KEYS)
+    part_key, part_value, steps = range_key_gradients(
+        arrays, ranges.edges, segments=segments, scale=scale, form=best_form()
+    )
     if segments == 1:
-        d_keys = tuple(x[0] for x in sums)
+        d_key, d_value = part_key[0], part_value[0]
     else:
-        d_keys = add_segments(whole_tiles(key), whole_tiles(value), *sums, steps, keys=TILE)
-    d_key, d_value = (x[:, :num_keys] for x in d_keys)
-    return d_key, d_value
+        keys, values = whole_tiles(key), whole_tiles(value)
+        d_key, d_value = add_segments(keys, values, part_key, part_value, steps, keys=KEYS)
+    return d_key[:, :num_keys], d_value[:, :num_keys]
 
 
 def _known(placement: Placement) -> dict[str, Any]:

@@ -1,15 +1,15 @@
-"""Attention of queries that see the first keys, up to one of them: one warpgroup loads keys, two compute.
+"""Attention of queries that see all keys up to a last one: one warpgroup loads keys, two compute.
 
 Source: Eq. 4. grid = (multiprocessors,): `pipeline` says which tiles a program takes, and has the producer. A
 tile is 128 rows: query tokens times the heads of a KV head (8 tokens x 16 heads), half of them for each of
 two consumers. Each loops over the steps of 128 keys that a query of the tile sees, as `RangeVisits` has them:
 first those that need a mask, then those that all queries see whole.
 
-In a loop's turn the logits of a step are started, and right behind them the product of the probabilities of
-the step before with its values; so the tensor cores multiply these while the consumer turns logits into
-probabilities. Queries and probabilities are left operands from registers, so products read only keys and
-values from shared memory, and the buffer of the queries is free for the next tile from the start. The output
-leaves through a buffer of its own while the next tile begins.
+Each turn starts the logits of its step, and right behind them the product of the probabilities of the step
+before with its values; so the tensor cores multiply these while the consumer turns logits into probabilities.
+Queries and probabilities are left operands from registers, so products read only keys and values from shared
+memory, and the buffer of the queries is free for the next tile from the start. The output leaves through a
+buffer of its own while the next tile begins.
 
 Shared memory: `256 (stages + 1) (H + V)` bytes (192 KB for 128/128 at two stages: one program per
 multiprocessor). Registers of a consumer, a thread: logits and output, `(128 + V) / 2` (128 for 128/128),
@@ -17,7 +17,6 @@ queries and probabilities, `(H + 128) / 4` (64); 240 are allowed. Floor at 64k, 
 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; L2 reads 34 GB.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -31,12 +30,19 @@ from nsa_jax.kernels.mosaic_gpu import sizes as table
 from nsa_jax.kernels.mosaic_gpu.pipeline import Pipeline, Tiles
 from nsa_jax.kernels.mosaic_gpu.range_visits import RangeVisits
 from nsa_jax.kernels.mosaic_gpu.rows import Rows
-from nsa_jax.kernels.mosaic_gpu.tiles import LOG2_E, across, f32, i32, matrices, seen, whole_tiles
+from nsa_jax.kernels.mosaic_gpu.tiles import (
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    across,
+    f32,
+    i32,
+    matrices,
+    seen,
+    whole_tiles,
+)
 from nsa_jax.kernels.mosaic_gpu.unstable import BY_ROW, WGMMA, Form, kernel
 from nsa_jax.kernels.triton.ranges.edges import Edges
-
-LN_2 = math.log(2)
-LOWEST = -3.0e38  # the first maximum: finite, so that -inf - -inf cannot occur
 
 
 def range_forward(
@@ -66,6 +72,7 @@ def range_forward(
       Output in the queries' dtype and log-sum-exps in float32; 0 and -inf where a query sees nothing.
     """
     assert edges.window is None, "ranges begin at key 0"
+    assert edges.first_position == 0, "a query stands at its number"
     num_queries, num_keys = query.shape[1], key.shape[1]
     num_kv_heads, value_dim = value.shape[2:]
     key_dim, dtype = query.shape[3], query.dtype
@@ -89,7 +96,7 @@ def range_forward(
             b, head, tile = tiles.at(x)
             rows.load(q_ref, b, head, (tile * table.CONSUMERS + warpgroup) * table.ROWS, q_s, q_full)
 
-        def consume(x, turn, fill, _, x_next):
+        def consume(x, turn, fill, read, x_next):
             b, head, tile = tiles.at(x)
             visits, masked = lists.num_visits((b, head, tile), warpgroup)
             first_row = (tile * table.CONSUMERS + warpgroup) * table.ROWS
@@ -141,8 +148,7 @@ def range_forward(
 
                 def products(logits_acc, out_acc):
                     form.accumulator(out_acc, out)
-                    # The compiler must not form the operand's registers again behind the first product.
-                    weights = p if form is Form.INTERPRETED else lax.optimization_barrier(p)
+                    weights = form.kept(p)
                     logits_product(logits_acc, slot)
                     values_product(out_acc, weights, fill + i - 1)
                     logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)

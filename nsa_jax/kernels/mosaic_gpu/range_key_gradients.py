@@ -29,12 +29,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.kernels.mosaic_gpu import sizes as table
 from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays
-from nsa_jax.kernels.mosaic_gpu.tiles import LOG2_E, f32, i32
-from nsa_jax.kernels.mosaic_gpu.unstable import BY_COLUMN, WGMMA, Form, kernel, swizzled
+from nsa_jax.kernels.mosaic_gpu.tiles import LOG2_E, f32, i32, matrices
+from nsa_jax.kernels.mosaic_gpu.unstable import BY_COLUMN, WGMMA, Form, kernel
 from nsa_jax.kernels.triton.ranges.edges import Edges
 
-KEYS = table.ROWS  # of a consumer: the height of a wgmma
-TILE = table.CONSUMERS * KEYS  # of a program
+CONSUMER_KEYS = table.ROWS  # the height of a wgmma
+KEYS = table.CONSUMERS * CONSUMER_KEYS  # of a program
 
 
 def range_key_gradients(
@@ -70,17 +70,21 @@ def range_key_gradients(
     of_token = table.gathered_rows(arrays.heads)
     rows, tokens = table.ROWS, table.ROWS // of_token
     numbers = arrays.numbers.shape[3]
-    held = 2 * TILE * (key_dim + value_dim)
+    held_bytes = 2 * KEYS * (key_dim + value_dim)
     step_bytes = 2 * rows * (key_dim + value_dim) + 4 * numbers * tokens
-    stages = stages or min((table.SHARED_BYTES - 1024 - held) // step_bytes, table.MOST_STAGES)
+    stages = stages or min(
+        (table.SHARED_BYTES - table.BARRIER_BYTES - held_bytes) // step_bytes, table.MOST_STAGES
+    )
+    assert stages > 1, "a place is freed in the step after its own"
+    assert edges.first_position == 0, "a query stands at its number"
     factor = float(scale) * LOG2_E
-    tiles, query_tiles = -(-num_keys // TILE), -(-num_queries // tokens)
+    tiles, query_tiles = -(-num_keys // KEYS), -(-num_queries // tokens)
     segment_tiles = -(-query_tiles // segments)
     of_part = dtype if segments == 1 else f32
 
     def limits(first_key, segment):
         """Tiles of tokens that a program takes: `low, full_low, full_high, high`; full ones need no mask."""
-        past_key = jnp.minimum(first_key + TILE, num_keys)
+        past_key = jnp.minimum(first_key + KEYS, num_keys)
         begin = first_key * edges.stride + (edges.size - 1)  # the first query that sees the first key
         all_begin = (past_key - 1) * edges.stride + (edges.size - 1)
         low, full_low = lax.div(begin, tokens), lax.div(all_begin + (tokens - 1), tokens)
@@ -107,14 +111,14 @@ def range_key_gradients(
         both, rest = lax.rem(program, batch * num_kv_heads), lax.div(program, batch * num_kv_heads)
         tile, segment = lax.rem(rest, tiles), segments - 1 - lax.div(rest, tiles)
         b, head = lax.div(both, num_kv_heads), lax.rem(both, num_kv_heads)
-        start = tile * TILE
+        start = tile * KEYS
         low, full_low, full_high, high = limits(start, segment)
         steps, head_steps = high - low, full_low - low
         masked = steps - (full_high - full_low)
         heads_of = pl.ds(head * of_token, of_token)
 
         def first_token(i):
-            """Of step `i`: first those before the full ones, then those behind them, then these."""
+            """Of step `i`: first the steps before the full ones, then those after them, and last these."""
             at = jnp.where(i < head_steps, low + i, full_high + i - head_steps)
             return jnp.where(i < masked, at, full_low + i - masked) * tokens
 
@@ -130,11 +134,11 @@ def range_key_gradients(
 
                 def across(field):  # one number a row, for all keys
                     columns = pl.ds(field * of_token, of_token)
-                    found = [
+                    each = [
                         plgpu.load(numbers_s.at[place, r, columns], layout=BY_COLUMN) for r in range(tokens)
                     ]
-                    found = lax.concatenate(found, 0) if tokens > 1 else found[0]
-                    return lax.broadcast_in_dim(found, (KEYS, rows), [1])
+                    found = lax.concatenate(each, 0) if tokens > 1 else each[0]
+                    return lax.broadcast_in_dim(found, (CONSUMER_KEYS, rows), [1])
 
                 def products(logits_acc, dp_acc):
                     if not gated:  # a start value saves the subtraction
@@ -156,10 +160,16 @@ def range_key_gradients(
                             + plgpu.broadcasted_iota(i32, (rows,), 0, layout=BY_COLUMN) // of_token
                         )
                         end = jnp.maximum(token + (1 - edges.size + edges.stride), 0) // edges.stride
-                        key = start + mine * KEYS + plgpu.broadcasted_iota(i32, (KEYS, rows), 0, layout=WGMMA)
-                        seen = key < lax.broadcast_in_dim(end, (KEYS, rows), [1])
+                        key = (
+                            start
+                            + mine * CONSUMER_KEYS
+                            + plgpu.broadcasted_iota(i32, (CONSUMER_KEYS, rows), 0, layout=WGMMA)
+                        )
+                        seen = key < lax.broadcast_in_dim(end, (CONSUMER_KEYS, rows), [1])
                         if edges.window is not None:
-                            seen = seen & (key >= lax.broadcast_in_dim(end - edges.window, (KEYS, rows), [1]))
+                            seen = seen & (
+                                key >= lax.broadcast_in_dim(end - edges.window, (CONSUMER_KEYS, rows), [1])
+                            )
                         p = jnp.where(seen, p, 0.0)
                     weighted = p * across(2) if gated else p
                     form.multiply(dv_acc, weighted.astype(dtype), do_s.at[place], p_s and p_s.at[mine, 0])
@@ -167,7 +177,7 @@ def range_key_gradients(
                     ds = p * (dp * across(2) + across(1)) if gated else p * form.accumulated(dp, shift)
                     form.multiply(dk_acc, ds.astype(dtype), q_s.at[place], p_s and p_s.at[mine, 1])
 
-                pl.run_scoped(products, *[plgpu.ACC((KEYS, rows), f32)] * 2)
+                pl.run_scoped(products, *[plgpu.ACC((CONSUMER_KEYS, rows), f32)] * 2)
 
             def all_steps(dk_acc, dv_acc):
                 lax.fori_loop(0, masked, lambda i, _: step(i, dk_acc, dv_acc, True), None)
@@ -176,7 +186,9 @@ def range_key_gradients(
                 return tuple(found)
 
             dk, dv = pl.run_scoped(
-                all_steps, plgpu.ACC((KEYS, key_dim), f32), plgpu.ACC((KEYS, value_dim), f32)
+                all_steps,
+                plgpu.ACC((CONSUMER_KEYS, key_dim), f32),
+                plgpu.ACC((CONSUMER_KEYS, value_dim), f32),
             )
 
             @pl.when(steps > 0)
@@ -189,9 +201,14 @@ def range_key_gradients(
             dk_s[mine] = (dk * float(scale)).astype(of_part)
             dv_s[mine] = dv.astype(of_part)
             plgpu.commit_smem()
-            to = segment, b, pl.ds(pl.multiple_of(start + mine * KEYS, KEYS), KEYS), head
+            to = (
+                segment,
+                b,
+                pl.ds(pl.multiple_of(start + mine * CONSUMER_KEYS, CONSUMER_KEYS), CONSUMER_KEYS),
+                head,
+            )
 
-            @pl.when(start + mine * KEYS < num_keys)
+            @pl.when(start + mine * CONSUMER_KEYS < num_keys)
             def _():
                 plgpu.copy_smem_to_gmem(dk_s.at[mine], part_key_ref.at[to])
                 plgpu.copy_smem_to_gmem(dv_s.at[mine], part_value_ref.at[to])
@@ -200,12 +217,12 @@ def range_key_gradients(
         def produce():
             for w in range(table.CONSUMERS):
                 # Where a consumer has no keys, those of the other.
-                from_ = jnp.where(start + w * KEYS < num_keys, start + w * KEYS, start)
-                box = pl.ds(pl.multiple_of(from_, 8), KEYS)
+                from_ = jnp.where(start + w * CONSUMER_KEYS < num_keys, start + w * CONSUMER_KEYS, start)
+                box = pl.ds(pl.multiple_of(from_, 8), CONSUMER_KEYS)
                 plgpu.copy_gmem_to_smem(k_ref.at[b, box, head], k_s.at[w], held)
                 plgpu.copy_gmem_to_smem(v_ref.at[b, box, head], v_s.at[w], held)
 
-            def step(i, _):
+            def step(i, carry):
                 place, first = lax.rem(i, stages), first_token(i)
 
                 @pl.when(i >= stages)
@@ -247,18 +264,18 @@ def range_key_gradients(
                 plgpu.set_max_registers(table.REGISTERS[1], action="decrease")
                 produce()
 
-    def matrices(*shape, of=dtype):
-        return plgpu.SMEM(shape, of, transforms=swizzled(shape[-1], rows, of))
+    def matrix(*shape, of=dtype):
+        return matrices(of, *shape, summed=rows)
 
     scratch = dict(
         shared=plgpu.RefUnion(
-            (matrices(stages, rows, key_dim), matrices(stages, rows, value_dim)),
-            tuple(matrices(table.CONSUMERS, KEYS, dim, of=of_part) for dim in (key_dim, value_dim)),
+            (matrix(stages, rows, key_dim), matrix(stages, rows, value_dim)),
+            tuple(matrix(table.CONSUMERS, CONSUMER_KEYS, dim, of=of_part) for dim in (key_dim, value_dim)),
         ),
-        k_s=matrices(table.CONSUMERS, KEYS, key_dim),
-        v_s=matrices(table.CONSUMERS, KEYS, value_dim),
+        k_s=matrix(table.CONSUMERS, CONSUMER_KEYS, key_dim),
+        v_s=matrix(table.CONSUMERS, CONSUMER_KEYS, value_dim),
         numbers_s=plgpu.SMEM((stages, tokens, numbers), f32),
-        p_s=matrices(table.CONSUMERS, 2, KEYS, rows) if form is Form.INTERPRETED else None,
+        p_s=matrix(table.CONSUMERS, 2, CONSUMER_KEYS, rows) if form is Form.INTERPRETED else None,
         held=plgpu.Barrier(num_arrivals=2 * table.CONSUMERS),
         q_full=plgpu.Barrier(num_arrivals=2 * tokens, num_barriers=stages),
         do_full=plgpu.Barrier(num_arrivals=tokens, num_barriers=stages),
@@ -275,5 +292,5 @@ def range_key_gradients(
         grid=(segments * tiles * batch * num_kv_heads,), grid_names=("program",),
         num_threads=table.CONSUMERS + 1, thread_name="warpgroup", scratch_types=scratch,
     )(arrays.query, arrays.key, arrays.value, arrays.d_out, arrays.numbers)  # fmt: skip
-    low, _, _, high = limits(jnp.arange(tiles)[None, None] * TILE, jnp.arange(segments)[:, None, None])
+    low, _, _, high = limits(jnp.arange(tiles)[None, None] * KEYS, jnp.arange(segments)[:, None, None])
     return *found, jnp.broadcast_to(high - low, (segments, batch * num_kv_heads, tiles)).astype(i32)

@@ -5,17 +5,17 @@ from typing import NamedTuple
 SHARED_BYTES = 227 * 1024  # that one program may have on Hopper
 CONSUMERS = 2  # warpgroups that compute; one more loads
 ROWS = 64  # rows of a warpgroup: the height of a wgmma
-MOST_KEYS = 64  # keys of a step
+MOST_KEYS = 64  # keys of a step of d_query
 MOST_HEADS = 16  # query heads of a KV head
 FEWEST_ROWS = 4  # of a query token: then the members of a warpgroup fit into 16 bits
 MOST_STAGES = 8
-_BARRIERS = 1024  # all that the gradients hold beside what is counted
+BARRIER_BYTES = 1024  # all that a kernel holds beside what is counted
 FEWEST_GATHERED = 8  # rows of a token that is copied alone: a tile in shared memory is 8 rows high
 _MOST_MATRIX_REGISTERS = 192  # of a thread: with more in matrices, the compiler spills
 FORWARD_KEYS = 128  # of a step of the forward
-FEWEST_FORWARD_KEYS = 3 * FORWARD_KEYS  # that make the forward faster than Triton's
-MOST_RANGE_DIMS = 256  # of a key and a value together, for what stays in registers while a range passes by
+FEWEST_FORWARD_KEYS = 3 * FORWARD_KEYS  # fewer than 511 were not measured
 DIMS = ((64, 64), (128, 128), (192, 128))  # of keys and values
+RANGE_DIMS = (128, 128)  # where forward and key gradients of ranges are faster than Triton's
 REGISTERS = (240, 24)  # a thread of a consumer, and of the producer
 
 
@@ -61,7 +61,7 @@ def gradient_sizes(key_dim: int, value_dim: int, block_size: int, *, aligned: bo
     keys = min(block_size, MOST_KEYS)
     box = keys if aligned else keys + 16
     held = CONSUMERS * ROWS * 2 * (key_dim + value_dim)
-    stages = (SHARED_BYTES - _BARRIERS - held) // (box * 2 * (key_dim + value_dim))
+    stages = (SHARED_BYTES - BARRIER_BYTES - held) // (box * 2 * (key_dim + value_dim))
     registers = key_dim // 2 + box + (key_dim + value_dim) // 4  # gradient, products, operands
     in_registers = key_dim == value_dim and registers <= _MOST_MATRIX_REGISTERS
     return StepSizes(keys, box, min(stages, MOST_STAGES), in_registers)
@@ -70,8 +70,8 @@ def gradient_sizes(key_dim: int, value_dim: int, block_size: int, *, aligned: bo
 def forward_sizes(key_dim: int, value_dim: int) -> StepSizes:
     """Sizes of the forward of a range; the pipeline takes what queries and outputs leave."""
     held = CONSUMERS * ROWS * 2 * (key_dim + value_dim)
-    stages = (SHARED_BYTES - _BARRIERS - held) // (FORWARD_KEYS * 2 * (key_dim + value_dim))
-    return StepSizes(FORWARD_KEYS, FORWARD_KEYS, min(stages, MOST_STAGES), True)
+    stages = (SHARED_BYTES - BARRIER_BYTES - held) // (FORWARD_KEYS * 2 * (key_dim + value_dim))
+    return StepSizes(FORWARD_KEYS, FORWARD_KEYS, min(stages, MOST_STAGES), query_in_registers=True)
 
 
 class KeySizes(NamedTuple):
@@ -106,5 +106,5 @@ def key_sizes(
     if query_parts:
         held += CONSUMERS * 2 * rows * (ROWS + key_dim)
     step = 2 * rows * (key_dim + value_dim) + 4 * numbers * rows // of_token
-    stages = min((SHARED_BYTES - _BARRIERS - held) // step, MOST_STAGES)
+    stages = min((SHARED_BYTES - BARRIER_BYTES - held) // step, MOST_STAGES)
     return KeySizes(of_token, rows // of_token, numbers, stages // 2 * 2)

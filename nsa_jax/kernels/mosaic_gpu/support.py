@@ -31,8 +31,8 @@ def unsupported_reason(
 ) -> str | None:
     """Why the kernels cannot run a call; None if they can. See `nsa_jax.dispatch.unsupported_reason`.
 
-    They need what Triton's need, which run beside them. Operations without the selected branch have no
-    kernels here, and run as Triton's.
+    They need what Triton's need, which run beside them. Operations without the selected branch run as
+    Triton's.
     """
     reason = triton.unsupported_reason(operation, *arrays, config=config, platform=platform)
     if reason or operation not in _OPERATIONS:
@@ -81,7 +81,7 @@ def slower_reason(operation: str, *arrays: Array | jax.ShapeDtypeStruct) -> str 
       operation, *arrays: as for `unsupported_reason`.
     """
     if operation not in _OPERATIONS:
-        return f"the Mosaic GPU kernels have the selected branch alone, got {operation}. {_USE}"
+        return f"the Mosaic GPU kernels serve operations with the selected branch, got {operation}. {_USE}"
     floats = _of_branch(operation, arrays)
     if len(floats) == 3 and floats[0].shape[2] < FEWEST_HEADS * floats[1].shape[2]:
         return (

@@ -12,7 +12,8 @@ from nsa_jax.kernels.mosaic_gpu.sizes import ROWS, StepSizes
 from nsa_jax.kernels.mosaic_gpu.unstable import BY_ROW, WGMMA, Ref, swizzled
 from nsa_jax.kernels.mosaic_gpu.visits import MEMBER_BITS
 
-LOG2_E = math.log2(math.e)
+LOG2_E, LN_2 = math.log2(math.e), math.log(2)
+LOWEST = -3.0e38  # the first maximum: finite, so that -inf - -inf cannot occur
 i32, f32 = jnp.int32, jnp.float32
 
 
@@ -23,7 +24,7 @@ def whole_tiles(keys: Array) -> Array:
 
 def matrices(dtype: Any, *shape: int, summed: int | None = None) -> Ref:
     """Matrices in shared memory, for products that sum over the last axis or over one of `summed` numbers."""
-    return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1], summed or shape[-1]))
+    return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1], summed, dtype))
 
 
 def chosen(visit: Array, token: Array) -> Array:

@@ -97,6 +97,10 @@ class Form(enum.Enum):
         """What an accumulator of `accumulator` holds, as loaded."""
         return start + value if self is Form.INTERPRETED else value
 
+    def kept(self, operand: Array) -> Array:
+        """A left operand in registers; the compiler must not form it again behind another product."""
+        return operand if self is Form.INTERPRETED else lax.optimization_barrier(operand)
+
     def multiply(self, ref: Ref, left: Array, right: Ref, scratch: Ref) -> None:
         """Adds `left @ right` to an accumulator; `left` is in registers, for the interpreter in `scratch`."""
         if self is Form.INTERPRETED:
