@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import plain_attention
 import triton_compile
+import watched_products
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from lists_by_loops import add_items, items_by_loops
@@ -25,6 +26,7 @@ from nsa_jax import NSAConfig, layout, reference
 from nsa_jax.budget import allowance, distance
 from nsa_jax.kernels.mosaic_gpu import sizes
 from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays, KeySums, QueryParts
+from nsa_jax.kernels.mosaic_gpu.pipeline import Pipeline
 from nsa_jax.kernels.mosaic_gpu.query_gradient import query_gradient
 from nsa_jax.kernels.mosaic_gpu.range_forward import range_forward
 from nsa_jax.kernels.mosaic_gpu.range_key_gradients import KEYS, range_key_gradients
@@ -329,8 +331,22 @@ def cut_rings() -> None:
         setattr(sizes, name, few_places(getattr(sizes, name)))
 
 
+def main_freed_early() -> dict[str, float]:
+    """As if consumers freed values when they have come, so while a product reads them: a race is found."""
+    wait, free = Pipeline.wait_values, Pipeline.free_values
+
+    def wait_and_free(self, fill):
+        wait(self, fill)
+        free(self, self.slot(fill))
+
+    Pipeline.wait_values, Pipeline.free_values = wait_and_free, lambda *_: None
+    return main_of_range(RANGES["compressed"])
+
+
 if __name__ == "__main__":
     cut_rings()
+    watched_products.watch()
     run = {name: functools.partial(main, case) for name, case in CASES.items()}
     run |= {name: functools.partial(main_of_range, case) for name, case in RANGES.items()}
+    run["freed_early"] = main_freed_early
     print(json.dumps({name: run[name]() for name in sys.argv[1:]}))

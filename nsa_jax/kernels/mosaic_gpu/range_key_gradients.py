@@ -61,8 +61,8 @@ def range_key_gradients(
       stages: steps that the pipeline holds; None for as many as fit.
 
     Returns:
-      `(part_key, part_value, steps)`: with more keys than there are; of several segments undefined where the
-      number of steps is 0.
+      `(part_key, part_value, steps)`: the parts have as many keys as `arrays.key`, and of several segments
+      are undefined where the number of steps of a tile is 0.
     """
     batch, num_queries, _, key_dim = arrays.query.shape
     padded_keys, num_kv_heads, value_dim = arrays.value.shape[1:]
