@@ -22,9 +22,8 @@ def watch() -> None:
         memory = gpu_callbacks._get_shared_memory()
         if memory.detect_races:
             for key, access, source_info in reads:
-                with (
-                    memory.lock
-                ):  # products read as copies write: what a warpgroup stores needs a fence before
+                # Products, like copies, see what a warpgroup stored only behind a fence: a clock of their own.
+                with memory.lock:
                     clocks = memory.clocks[thread]
                     clocks.inc(memory.thread_to_vc_position(thread))
                     clock = clocks.async_smem_clock.copy()

@@ -63,7 +63,7 @@ def range_forward(
       query, key, value: of 16-bit numbers.
       edges: what is known of the ranges, which begin at key 0; queries are the tokens of whole rows.
       last_keys: row index of the last key that each query sees, -1 where it sees nothing.
-      scale: factor of the logits.
+      scale: factor of the logits, above 0.
       form: by which means the kernel waits, see `unstable`.
       interpret: parameters of the interpreter; None on a GPU.
       processors: programs to start; None for as many as the GPU has multiprocessors.
