@@ -22,7 +22,7 @@ def watch() -> None:
         memory = gpu_callbacks._get_shared_memory()
         if memory.detect_races:
             for key, access, source_info in reads:
-                # Products, like copies, see what a warpgroup stored only behind a fence: a clock of their own.
+                # Products see what a warpgroup stored only behind a fence, as copies do: by another clock.
                 with memory.lock:
                     clocks = memory.clocks[thread]
                     clocks.inc(memory.thread_to_vc_position(thread))
