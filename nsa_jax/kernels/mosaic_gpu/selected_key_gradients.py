@@ -37,8 +37,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from nsa_jax.array_typing import Array, Int32
 from nsa_jax.kernels.mosaic_gpu import sizes as table
 from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays, KeySums, QueryParts
-from nsa_jax.kernels.mosaic_gpu.tiles import LOG2_E, f32, i32
-from nsa_jax.kernels.mosaic_gpu.unstable import BY_COLUMN, WGMMA, Form, kernel, swizzled
+from nsa_jax.kernels.mosaic_gpu.tiles import LOG2_E, f32, i32, matrices
+from nsa_jax.kernels.mosaic_gpu.unstable import BY_COLUMN, WGMMA, Form, kernel
 from nsa_jax.kernels.triton.selected.items import BlockItems
 
 KEYS = table.ROWS  # of a program: the height of a wgmma
@@ -326,7 +326,7 @@ def selected_key_gradients(
                 produce()
 
     def tile(*shape, of=dtype):
-        return plgpu.SMEM(shape, of, transforms=swizzled(shape[-1], rows, of))
+        return matrices(of, *shape, summed=rows)
 
     unaligned = () if aligned else (plgpu.SMEM((KEYS, key_dim), dtype), plgpu.SMEM((KEYS, value_dim), dtype))
     scratch = dict(
