@@ -201,9 +201,7 @@ def test_the_run_time_choice_gives_what_it_chose(in_parts, monkeypatch):
     assert not all((x == y).all() for x, y in zip(found["yes"][0], found["no"][0], strict=True))
 
 
-@pytest.mark.parametrize(
-    ("length", "heads"), [(1500, 64), (6500, 52), (6500, 60)], ids=["short", "13_heads", "15_heads"]
-)
+@pytest.mark.parametrize(("length", "heads"), [(1500, 64), (6500, 60)], ids=["short", "15_heads"])
 @pytest.mark.parametrize("bad", [False, True], ids=["finite", "not_finite"])
 def test_whole_operation_equals_triton(length, heads, bad):
     """Also where a compressed key and a value of the window are not finite: the same results are NaN."""

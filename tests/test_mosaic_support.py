@@ -73,8 +73,8 @@ def test_other_chips_are_named(installed, monkeypatch, capability, name):  # noq
     ("operation", "heads", "chosen", "part"),
     [
         ("native_sparse_attention", 32, "mosaic_gpu", None),
-        ("selected_attention", 18, "mosaic_gpu", None),
-        ("native_sparse_attention", 14, "triton", "fewer than 9 query heads of a KV head, got 14 / 2"),
+        ("selected_attention", 30, "mosaic_gpu", None),
+        ("native_sparse_attention", 28, "triton", "fewer than 15 query heads of a KV head, got 28 / 2"),
         ("window_attention", 32, "triton", "serve operations with the selected branch, got window_attention"),
     ],
 )  # fmt: skip

@@ -26,7 +26,6 @@ from nsa_jax.array_typing import Array, Bool, Float, Int, Int32
 from nsa_jax.kernels.mosaic_gpu import sizes
 from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays, QueryParts
 from nsa_jax.kernels.mosaic_gpu.selected_key_gradients import selected_key_gradients
-from nsa_jax.kernels.mosaic_gpu.support import FEWEST_HEADS
 from nsa_jax.kernels.mosaic_gpu.unstable import loop_with_references
 from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.selected.backward_key import join_items
@@ -48,6 +47,7 @@ MOST_RANGES = 4  # of the queries of a head
 MOST_SUMS = 3  # most partial sums, in those that a call with as many keys as queries needs
 ITEM_QUERIES = 1024  # most queries of an item
 BLOCK = 64  # the kernel forms parts for blocks of that many keys
+FEWEST_HEADS = 9  # query heads of a KV head: with fewer, steps hold more padding than parts gain
 FEWEST_PAIRS = 2**20  # of a query and a block: with fewer, the choice costs about what it gains
 MOST_SHARED = 2.4  # pairs of a query and a block for each block that some neighbours chose
 

@@ -164,13 +164,10 @@ def range_gradients(
 def _takes_ranges(query: Array, key: Array, ranges: KeyRanges, fewest_keys: int) -> bool:
     """Whether the kernels of ranges are faster than Triton's: where a row is one sequence, and not too short.
 
-    Not with few heads, nor where Triton's tiles hold more tokens, because they leave out heads that are
-    padding: that is up to 12.
+    Not with few heads: Triton's tiles leave out those that are padding.
     """
-    heads = query.shape[2] // key.shape[2]
-    as_many_tokens = sizes.ROWS // heads == sizes.ROWS // sizes.padded_rows(heads)
     fits = ranges.edges.first_position == 0 and key.shape[1] >= fewest_keys
-    return fits and heads >= FEWEST_HEADS and as_many_tokens
+    return fits and query.shape[2] >= FEWEST_HEADS * key.shape[2]
 
 
 def _range_query_gradient(
@@ -204,7 +201,7 @@ def _range_key_gradients(
     batch, num_queries, num_heads, key_dim = query.shape
     num_keys, num_kv_heads, value_dim = value.shape[1:]
     heads, dims = num_heads // num_kv_heads, key_dim + value_dim
-    if (key_dim, value_dim) != sizes.RANGE_DIMS or ranges.heads_apart(sizes.ROWS, heads):
+    if (key_dim, value_dim) != sizes.RANGE_DIMS:
         return key_gradients_by_triton(query, key, value, ranges, given, delta, scale=scale)
     arrays = KeyArrays.of(query, key, value, given, delta, aligned=True)
     segments = choose_segments(batch, num_queries, num_keys, num_kv_heads, heads, dims, KEYS)
