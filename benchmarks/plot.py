@@ -139,7 +139,7 @@ def draw_together(files: Sequence[Sequence[Row]], path: pathlib.Path, *, source:
                 label = f"{file[0].query_heads} / {file[0].kv_heads} heads of {file[0].key_dim}"
                 panel.plot(*zip(*points, strict=True), color=f"C{number}", label=label)
             panel.axhline(1, color=RED, linewidth=1, marker="")
-            panel.set(title=blocks, ylabel="dense time / NSA time", xlim=(3700, 36000), ylim=(0, 3.2))
+            panel.set(title=blocks, ylabel="dense time / NSA time", xlim=(3700, 36000), ylim=(0, 3.5))
             _tokens(panel, "fwd_bwd")
 
 

@@ -116,10 +116,10 @@ class RangeCase(NamedTuple):
 
 RANGES = {
     "window": RangeCase("window", 120, processors=3),
-    "window_of_twelve_heads": RangeCase("window", 75, heads=12, kv_heads=2, batch=2, bare=True),
+    "window_of_fifteen_heads": RangeCase("window", 75, heads=15, kv_heads=2, batch=2, bare=True),
     "compressed": RangeCase("compressed", 190),
-    "compressed_in_segments": RangeCase("compressed", 290, 13, 2, segments=3, forward_keys=128, dim=128),
-    "causal": RangeCase("causal", 70, 4, 2, batch=2, bare=True, processors=2, dtype="float16"),
+    "compressed_in_segments": RangeCase("compressed", 290, 15, 2, segments=3, forward_keys=128, dim=128),
+    "causal": RangeCase("causal", 70, 16, 2, batch=2, bare=True, processors=2, dtype="float16"),
 }
 
 

@@ -196,7 +196,7 @@ def test_this_jax_has_what_the_private_form_needs():
     [
         (64, 128, 4096, RANGE_KERNELS),
         (60, 128, 8192, (*RANGE_KERNELS, FORWARD)),
-        (56, 128, 8192, ()),  # where Triton's pad fewer heads, or none
+        (56, 128, 8192, ()),
         (64, 64, 8192, QUERY_KERNELS),
     ],
 )

@@ -15,7 +15,9 @@ from nsa_jax.kernels.triton import support as triton
 DTYPES = ("bfloat16", "float16")
 BLOCKS = (32, 64, 128)
 _MOST_SELECTED = 128  # blocks of a query: those of up to 32 queries are sorted in a program's registers
-FEWEST_HEADS = 15  # query heads of a KV head; with fewer, rows of heads that are padding cost what is gained
+# Query heads of a KV head. With fewer, rows of heads that are padding cost more than is gained where
+# neighbours choose alike, as in trained models.
+FEWEST_HEADS = 15
 # These give the kernels to nvJitLink, which ignores `setmaxnreg`: warpgroups that multiply get no more
 # registers than the one that loads, so they spill, and their products wait for one another.
 _LINKS = SpecifierSet(">=0.12")
