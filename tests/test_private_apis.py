@@ -31,6 +31,7 @@ KEPT = "nsa_jax/kernels/triton/kernel_cache.py"
 DEAD, PARTITION = "nsa_jax/kernels/triton/dead_launches.py", "nsa_jax/sharding/auto.py"
 MOSAIC, ELSEWHERE = "nsa_jax/kernels/mosaic_gpu", "nsa_jax/traced_elsewhere.py"
 FORMS = f"{MOSAIC}/unstable.py"
+INTERPRETER = "jax._src.pallas.mosaic_gpu.interpret"
 PRIMITIVES = "two private primitives; `unstable.Form.PUBLIC` is the fallback"
 SAVES, READS = "nsa_jax/model/checkpoint.py", "nsa_jax/model/checkpoint_reader.py"
 FOLDER, SUMS = "nsa_jax/model/checkpoint_folder.py", "nsa_jax/model/checksums.py"
@@ -40,7 +41,7 @@ CHECKS = "nsa_jax/debug.py", "nsa_jax/parallel/declared.py"
 # A name, or what its name begins with: why it is used, and where. Of several the longest counts.
 USED = {
     "jax.experimental.pallas": ("the language of the Mosaic GPU kernels", MOSAIC, "tests"),
-    "jax._src.pallas.mosaic_gpu.interpret": ("whether the interpreter found a race", "tests"),
+    INTERPRETER: ("whether the interpreter found a race, and what products read", "tests"),
     "jax.experimental.mosaic.gpu": (PRIMITIVES, FORMS),
     "jax._src.core": (PRIMITIVES, FORMS),
     "jax._src.pallas.mosaic_gpu": (PRIMITIVES, FORMS),
@@ -182,6 +183,8 @@ def test_all_uses_are_listed_and_all_that_is_listed_is_used():
 
 def test_the_installed_versions_have_all():
     names = [name for name in (*uses(), *THROUGH_VARIABLES) if exists(name.partition(".")[0])]
+    if jax.__version_info__ < (0, 11, 2):  # no test runs its interpreter, see test_mosaic_interpreter
+        names = [name for name in names if not name.startswith(INTERPRETER)]
 
     assert names
     assert [name for name in names if not exists(name)] == []
