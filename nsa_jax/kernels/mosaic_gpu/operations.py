@@ -162,9 +162,9 @@ def range_gradients(
 
 
 def _takes_ranges(query: Array, key: Array, ranges: KeyRanges, fewest_keys: int) -> bool:
-    """Whether the kernels of ranges are faster than Triton's: where a row is one sequence, and not too short.
+    """Whether the kernels of ranges are faster than Triton's.
 
-    Not with fewer heads: rows of heads that are padding, and copies that pad them, cost more than is gained.
+    They are where a row is one sequence, not too short, and a KV head has `FEWEST_HEADS` query heads or more.
     """
     fits = ranges.edges.first_position == 0 and key.shape[1] >= fewest_keys
     return fits and query.shape[2] >= FEWEST_HEADS * key.shape[2]
